@@ -40,19 +40,29 @@ def data(tmp_path):
 
 
 def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
+    """`dataset` is a value of the setting data.name, such as 'fables:fables'.
+
+    That is the function fables of a module fables, which returns a corpus.
+    """
     corpus = find(dataclasses.replace(data, name=dataset))
 
+    # If a corpus has no validation split, `find` carves it from train.
     assert corpus.splits[:2] == ('train', 'validation')
+    # A corpus that is not parallel has the single language None.
     for language in corpus.languages or (None,):
-        first = documents(corpus, language)
-        assert documents(corpus, language) == first
-        for texts in first.values():
+        texts_by_split = documents(corpus, language)
+        assert documents(corpus, language) == texts_by_split
+        for texts in texts_by_split.values():
             for text in texts:
                 assert isinstance(text, bytes)
                 text.decode()  # fails if the text is not UTF-8
 
 
 def test_the_splits_of_a_dataset_hold_documents_in_every_language(dataset, data):
+    """Every split of a corpus has documents, in each language equally many.
+
+    `dataset` is a value of the setting data.name, such as 'fables:fables'.
+    """
     corpus = find(dataclasses.replace(data, name=dataset))
 
     # A corpus that is not parallel has the single language None.
@@ -64,42 +74,63 @@ def test_the_splits_of_a_dataset_hold_documents_in_every_language(dataset, data)
     first_counts = counts_by_language[0]
     for counts in counts_by_language:
         assert counts == first_counts
+
     for split, count in first_counts.items():
         assert count > 0
+        # If documents have names, each has its own.
         if corpus.names:
             assert len(set(corpus.names(split))) == count
 
 
-def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
+def open_on_fables(tokenizer, data):
+    """Opens a tokenizer by its name. If it is learned, it learns the sentences of fables."""
     size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
-    named = dataclasses.replace(data, tokenizer=tokenizer, **size)
-    first = tokenizer_of(named)
-    second = tokenizer_of(named)
-    assert first.name == second.name
-    assert first.separator >= 0
-    assert first.separator < first.vocab_size
+    return tokenizer_of(dataclasses.replace(data, tokenizer=tokenizer, **size))
+
+
+def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
+    """A tokenizer turns a text into ids below `vocab_size`, none of which is the separator.
+
+    `tokenizer` is a value of the setting data.tokenizer, such as 'bytes' or 'nibbles:Nibbles'.
+    """
+    opened = open_on_fables(tokenizer, data)
+    assert opened.separator >= 0
+    assert opened.separator < opened.vocab_size
 
     for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
-        ids = first.encode(text)
+        ids = opened.encode(text)
         assert ids.ndim == 1
-        assert ids.dtype.kind == 'u'
-        assert np.all(ids < first.vocab_size)
-        assert first.separator not in ids
+        assert ids.dtype.kind == 'u'  # unsigned integers
+        assert np.all(ids < opened.vocab_size)
+        assert opened.separator not in ids
 
-        # The text as bytes, and another object of the same tokenizer, give the same ids.
-        assert np.array_equal(first.encode(text.encode()), ids)
-        assert np.array_equal(second.encode(text), ids)
-
-        # A separator counts as one byte.
-        num_bytes = first.num_bytes(ids)
+        # An unknown character may count fewer bytes than it has. A separator counts one.
+        num_bytes = opened.num_bytes(ids)
         assert num_bytes <= len(text.encode())
-        assert first.num_bytes(np.append(ids, [first.separator])) == num_bytes + 1
+        assert opened.num_bytes(np.append(ids, [opened.separator])) == num_bytes + 1
 
-    # Every character of the corpus is in the vocabulary.
-    document = next(iter(find(data).documents(None)['train']))
-    ids = first.encode(document)
-    assert first.num_bytes(ids) == len(document)
-    assert first.decode(ids).encode() == document
+        # The text as bytes gives the same ids.
+        assert np.array_equal(opened.encode(text.encode()), ids)
+
+
+def test_a_tokenizer_that_is_opened_again_gives_the_same_ids(tokenizer, data):
+    first = open_on_fables(tokenizer, data)
+    second = open_on_fables(tokenizer, data)
+
+    assert first.name == second.name
+    for text in ('', 'a line\nand another', 'naïve \N{SNOWMAN} 🤝\t', 'x' * 300):
+        assert np.array_equal(second.encode(text), first.encode(text))
+
+
+def test_a_tokenizer_decodes_a_document_of_its_corpus(tokenizer, data):
+    opened = open_on_fables(tokenizer, data)
+
+    # Every character of the corpus is in the vocabulary, so nothing is lost.
+    training_documents = find(data).documents(None)['train']
+    document = next(iter(training_documents))
+    ids = opened.encode(document)
+    assert opened.num_bytes(ids) == len(document)
+    assert opened.decode(ids).encode() == document
 
 
 def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
@@ -113,14 +144,21 @@ def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
 
 
 def test_a_task_reads_rows_of_the_stated_shape(task, data):
+    """A task cuts a text into rows, examples of one length, and says what is predicted in them.
+
+    `task` is a value of the setting data.task, such as 'language' or 'ahead:Ahead'.
+    """
     config, rows = config_and_rows(task, data)
 
     for split in rows.splits:
         last = rows.count(split) - 1
         batch = read_rows(rows, split, [0, last, 0])
 
-        # A stated shape is that of one row, without the batch dimension.
-        shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
+        # `array_shapes` states length and dtype of one row of each array.
+        shapes = {}
+        for name, array_BT in batch.items():
+            _, length = array_BT.shape
+            shapes[name] = (length, array_BT.dtype)
         assert shapes == rows.array_shapes(config.model)
 
         # Every row has targets, and all ids are within the vocabulary.
@@ -131,13 +169,17 @@ def test_a_task_reads_rows_of_the_stated_shape(task, data):
 
 
 def test_a_row_of_a_task_is_the_same_in_every_batch(task, data):
+    """A row of a task depends only on its split, its number and its random seed.
+
+    Masks of tokens, for example, are drawn from the seed.
+    """
     _, rows = config_and_rows(task, data)
 
     for split in rows.splits:
         last = rows.count(split) - 1
         batch = read_rows(rows, split, [0, last, 0])
         again = read_rows(rows, split, [0, last, 0])
-        # The second row alone, with the same random seed.
+        # The last row is at place 1 of the batch. Alone, it gets the seed of that place.
         alone = read_rows(rows, split, [last], first_place=1)
         for name, array in batch.items():
             np.testing.assert_array_equal(array, again[name])
@@ -167,19 +209,27 @@ class TwoTrainedTrials:
         self.config = config
 
     def sums(self, read):
-        """The summed loss, accuracy and weight of each row, arrays [rows, trials]."""
+        """Sums over the targets of each row, arrays [rows, trials].
+
+        A target of the first trial has loss 5 and is wrong. One of the second has loss 0 and is
+        right. `read` returns the batches of rows.
+        """
         batches = read(batch_size=8, part=None)
         weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])
-        weight_R = weights_RT.sum(axis=1)
-        nothing_R = np.zeros_like(weight_R)
+        num_targets_R = weights_RT.sum(axis=1)
+        nothing_R = np.zeros_like(num_targets_R)
         return {
-            'loss': np.stack([5 * weight_R, nothing_R], axis=1),
-            'accuracy': np.stack([nothing_R, weight_R], axis=1),
-            'weight': np.stack([weight_R, weight_R], axis=1),
+            'loss': np.stack([5 * num_targets_R, nothing_R], axis=1),
+            'accuracy': np.stack([nothing_R, num_targets_R], axis=1),
+            'weight': np.stack([num_targets_R, num_targets_R], axis=1),
         }
 
 
 def test_a_task_measures_declared_metrics_of_every_trial(task, data):
+    """When training ends, a task may measure further metrics of the trained trials.
+
+    Each has to be a metric of the package or one that the task declares.
+    """
     config, rows = config_and_rows(task, data)
     both_finished = np.array([True, True])
 
@@ -188,23 +238,32 @@ def test_a_task_measures_declared_metrics_of_every_trial(task, data):
     declared_fields = result_fields(with_outside(rows.metrics))
     assert measured.keys() <= declared_fields.keys()
     for values in measured.values():
-        assert len(values) == 2
-    # The first trial never predicts the next token, the second always does.
+        num_trials = len(values)
+        assert num_trials == 2
+
+    # The task ahead:Ahead measures how often a trial predicts the next token. Of
+    # TwoTrainedTrials, the first never does, and the second always does.
     if task.startswith('ahead'):
         assert measured['val_nearer'].tolist() == [0, 1]
 
 
 def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
+    """A yardstick is the loss of a simple model made of counts, which a trained model must beat."""
     config, rows = config_and_rows(task, data)
 
     yardsticks = rows.yardsticks(config)
 
+    # Results call the splits 'val' and 'test'.
     evaluated_splits = rows.splits[1:]  # the first one is 'train'
     assert yardsticks.losses.keys() == {PREFIXES[split] for split in evaluated_splits}
+
+    # Each split has at least one yardstick.
     for losses in yardsticks.losses.values():
         assert losses
         for loss in losses.values():
             assert loss > 0
+
+    # The task ahead:Ahead has only one, a guess by the frequencies of tokens.
     if task.startswith('ahead'):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
@@ -231,14 +290,23 @@ class Shifted(LanguageRows):
 
 @pytest.fixture
 def wrong_modules(outside):
-    """Modules on the path whose corpora and tasks break the interface."""
+    """Modules on the path whose corpora and tasks break the interface, each in one way.
+
+    Most are the valid module fables with a piece of its source replaced.
+    """
     fables = (outside / 'fables.py').read_text()
     sources = {
+        # The function returns a list instead of a corpus.
         'listed': "def listed(config):\n    return ['a']\n",
+        # Documents are str instead of bytes.
         'strings': fables.replace('.encode()', ''),
+        # A split has an unknown name.
         'valid': fables.replace("('train',)", "('train', 'valid')"),
+        # A split has no documents.
         'lacking': fables.replace("('train',)", "('train', 'test')"),
+        # The function of the documents does not take a language.
         'argued': fables.replace('lambda _:', 'lambda:'),
+        # The classes of tasks are wrong.
         'misread': MISREAD,
     }
     for name, source in sources.items():
@@ -322,6 +390,11 @@ def wrong_modules(outside):
     ],
 )
 def test_an_object_of_the_wrong_kind_is_refused(data, wrong_modules, fields, message):
+    """A setting may name a function or class of the user. It is checked before it is used.
+
+    fables is a valid corpus, and nibbles a valid tokenizer. `wrong_modules` writes the other
+    modules.
+    """
     with refused(message):
         rows_of(Config(data=dataclasses.replace(data, **fields)))
 
@@ -342,6 +415,10 @@ def test_an_option_changes_the_identity_of_a_tokenizer(data):
 
 
 def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
+    """The identity of the data, which results record, covers the source code of their modules.
+
+    The corpus is of the module fables, and the tokenizer of the module nibbles.
+    """
     data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
     before = load_text(data).identity()
 
@@ -352,4 +429,5 @@ def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
 
     assert after['version'] != before['version']
     assert after['tokenizer'] != before['tokenizer']
+    # A comment does not change the tokens, of which fingerprints are hashes.
     assert after['fingerprints'] == before['fingerprints']

@@ -58,8 +58,13 @@ def test_a_dataset_describes_its_documents(aab_and_c, monkeypatch):
 
 
 def test_a_dataset_has_the_fingerprints_of_its_splits(aab_and_c):
-    info = aab_and_c.info('train')
-    infos = {'train': info, 'test': dataclasses.replace(info, fingerprint='of test')}
+    """The identity of a dataset, which results record, tells its text and splits from others.
+
+    A fingerprint is a hash of a split's tokens. In this test, short texts stand for the hashes.
+    """
+    train_info = dataclasses.replace(aab_and_c.info('train'), fingerprint='of train')
+    test_info = dataclasses.replace(train_info, fingerprint='of test')
+    infos = {'train': train_info, 'test': test_info}
     dataset = TokenDataset('a', '1', ByteTokenizer(), infos, tokens={}, carved={'test': 0.1})
 
     identity = dataset.identity()
@@ -68,10 +73,12 @@ def test_a_dataset_has_the_fingerprints_of_its_splits(aab_and_c):
         'name': 'a',
         'version': '1',
         'tokenizer': 'bytes',
-        'fingerprints': {'test': 'of test', 'train': 'atrain'},
+        'fingerprints': {'test': 'of test', 'train': 'of train'},
         'carved': {'test': 0.1},
     }
     assert list(identity['fingerprints']) == ['test', 'train']  # sorted
+
+    # Nothing was carved from the train split of this dataset.
     assert 'carved' not in aab_and_c.identity()
 
 
@@ -106,27 +113,38 @@ def prepared_dir(text_config, tmp_path_factory):
 
 
 def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, prepared_dir):
-    before = load_text(text_config)
-    after = load_text(config_of_tokens(prepared_dir))
+    """Reading the directory that `prepare` wrote gives the same dataset as reading the texts.
 
-    assert after.splits == before.splits
-    assert after.identity() == before.identity()
-    for split in before.splits:
-        assert np.array_equal(after.split(split), before.split(split))
-        assert after.info(split) == before.info(split)
-    # Files have no header.
-    assert np.array_equal(np.fromfile(prepared_dir / 'test.bin', np.uint8), before.split('test'))
+    The texts are tokenized in bytes, so an id takes one byte.
+    """
+    from_texts = load_text(text_config)
+    from_files = load_text(config_of_tokens(prepared_dir))
+
+    assert from_files.splits == from_texts.splits
+    assert from_files.identity() == from_texts.identity()
+    for split in from_texts.splits:
+        assert np.array_equal(from_files.split(split), from_texts.split(split))
+        assert from_files.info(split) == from_texts.info(split)
+
+    # A file holds nothing but the ids.
+    ids_of_file = np.fromfile(prepared_dir / 'test.bin', np.uint8)
+    assert np.array_equal(ids_of_file, from_texts.split('test'))
 
 
 @pytest.mark.parametrize('num_files', [0, 2, 3])
 def test_preparing_that_was_stopped_can_begin_again(
     text_config, prepared_dir, tmp_path, monkeypatch, num_files
 ):
-    """Preparing writes three splits, then the index; it is stopped after `num_files` of these."""
+    """Preparing writes a file for each of three splits, then the index tokens.json.
+
+    It is stopped after `num_files` files. Without an index the directory is refused. Preparing it
+    again gives the same files as preparing it once, `prepared_dir`.
+    """
     replace = os.replace
     num_written = 0
 
     def replace_or_stop(*paths):
+        """Stands for `os.replace`, which finishes each file: it stops before the next file."""
         nonlocal num_written
         if num_written == num_files:
             raise KeyboardInterrupt
@@ -188,6 +206,7 @@ def unreadable_texts():
     ],
 )
 def test_data_that_cannot_be_prepared_are_refused(text_config, prepared_dir, fields, message):
+    # The directory holds tokens in bytes of a text in one language.
     with refused(message):
         prepare(dataclasses.replace(text_config, **fields), str(prepared_dir))
 
@@ -221,6 +240,7 @@ def test_data_that_cannot_be_prepared_are_refused(text_config, prepared_dir, fie
 def test_texts_that_cannot_be_tokenized_are_refused(
     text_config, tmp_path, monkeypatch, train, fields, message
 ):
+    # The dataset 'x' has these documents. By default it is tokenized in bytes, separated by 0.
     register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
     data = dataclasses.replace(text_config, name='x', path=None, **fields)
     with refused(message):
@@ -231,7 +251,12 @@ def test_texts_that_cannot_be_tokenized_are_refused(
 def test_the_number_of_workers_does_not_change_the_tokens(
     text_config, tmp_path, outside, monkeypatch, tokenizer
 ):
-    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)  # 60 documents are 9 batches
+    """Workers are processes that tokenize batches of documents. Two write the files of one.
+
+    The tokenizer is learned from the text, read from a file, or a class of a module.
+    """
+    # The 60 documents of train are 9 batches.
+    monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)
     monkeypatch.chdir(tmp_path)
     write_vocabulary(tmp_path / 'words.json')
     size = {'tokenizer_size': 280} if tokenizer == 'bpe' else {}
@@ -286,6 +311,7 @@ def test_files_of_the_user_are_not_replaced(text_config, tmp_path, name):
 def test_a_tokenizer_that_gives_wrong_ids_is_refused(
     text_config, tmp_path, monkeypatch, ids, message
 ):
+    # Valid ids of bytes are 1 to 255, because 0 is the separator.
     monkeypatch.setattr(ByteTokenizer, 'encode', lambda *_: np.array(ids))
     with refused(f'cannot be encoded: .*{message}'):
         load_text(dataclasses.replace(text_config, data_dir=str(tmp_path)))
@@ -297,17 +323,27 @@ def test_the_vocabulary_comes_with_the_tokens(text_config, tmp_path):
     assert tokenizer_of(config_of_tokens(tmp_path)).name == tokenizer_of(data).name
 
 
-def test_a_wrong_or_damaged_vocabulary_is_named(text_config, tmp_path):
+def test_a_wrong_vocabulary_is_named(text_config, tmp_path):
+    """The name of a tokenizer of characters ends in a hash of them, so another set has another."""
     prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
-    path = tmp_path / 'tokenizer.json'
-    content = path.read_text()
+    vocabulary_file = tmp_path / 'tokenizer.json'
 
-    # One character more.
-    path.write_text(content.replace(': "', ': "!'))
+    # The character '!' is added to those of the text.
+    content = vocabulary_file.read_text()
+    vocabulary_file.write_text(content.replace(': "', ': "!'))
+
     with refused('was tokenized with characters-.* is characters-'):
         load_text(config_of_tokens(tmp_path))
 
-    path.write_text(content[:-9])
+
+def test_a_damaged_vocabulary_is_named(text_config, tmp_path):
+    prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
+    vocabulary_file = tmp_path / 'tokenizer.json'
+
+    # The end of the file is cut, so that it is no JSON.
+    content = vocabulary_file.read_text()
+    vocabulary_file.write_text(content[:-9])
+
     with refused('tokenizer.json cannot be read .*; copy it or prepare_data again'):
         load_text(config_of_tokens(tmp_path))
 
@@ -375,6 +411,7 @@ def test_a_missing_file_is_named(prepared_dir, tmp_path, file, message):
     ],
 )
 def test_a_damaged_file_is_named(prepared_dir, tmp_path, file, damage, message):
+    # The directory holds tokens in bytes, one file per split, and their index tokens.json.
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     content = (copy / file).read_text('latin-1')
     (copy / file).write_text(damage(content), 'latin-1')
@@ -482,6 +519,11 @@ class Cls:
 def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
     prepared_dir, tmp_path, monkeypatch, damage, message
 ):
+    """tokens.json, the index of a directory of tokens, may be damaged or come from someone else.
+
+    Each case sets fields of the index of `prepared_dir`, whose train split has 60 documents. The
+    class evil:Cls exists, but no settings of the user name it, so it must not be imported.
+    """
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     index = copy / 'tokens.json'
     index.write_text(damage(index.read_text()))
@@ -497,15 +539,21 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
 
 
 def test_a_class_is_imported_only_if_the_config_names_it(text_config, tmp_path, outside):
+    """A directory of tokens names the class of its tokenizer, which is code.
+
+    The directory may come from someone else. So the class is imported only if the user's own
+    settings name it, too.
+    """
     tokens_directory = tmp_path / 'tokens'
     data = dataclasses.replace(text_config, tokenizer='nibbles:Nibbles')
     prepare(data, str(tokens_directory))
 
-    # The files alone do not import the class that they name.
+    # These settings do not name the class.
     for requested in ('bytes', 'nibbles:Other', 'characters'):
         with refused('set data.tokenizer=nibbles:Nibbles to import it'):
             load_text(config_of_tokens(tokens_directory, tokenizer=requested))
 
+    # These do.
     opened = load_text(config_of_tokens(tokens_directory, tokenizer='nibbles:Nibbles'))
     assert opened.identity() == load_text(data).identity()
 
@@ -519,7 +567,11 @@ def test_a_vocabulary_file_with_a_huge_id_is_refused(text_config, tmp_path):
 
 
 def write_vocabulary(path):
-    """Writes a tokenizer.json of 401 ids: [UNK], word1 to word399, and <|endoftext|>."""
+    """Writes a vocabulary file of words, in the format of the Hugging Face library `tokenizers`.
+
+    Its 401 ids are 0 for unknown words, 1 to 399 for 'word1' to 'word399', and 400 for the end of
+    a text. Returns the path.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     vocabulary = {'[UNK]': 0}
     for number in range(1, 400):
@@ -539,28 +591,40 @@ def as_earlier_versions(monkeypatch):
         yield
 
 
-def test_tokens_with_an_added_separator_keep_it(text_config, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ('separator', 'end_of_name'),
+    [pytest.param(400, '-end400', id='end of text'), pytest.param(401, '', id='added id')],
+)
+def test_tokens_with_an_added_separator_keep_it(
+    text_config, tmp_path, monkeypatch, separator, end_of_name
+):
+    """Tokens are read with the separator between documents that they were written with.
+
+    The vocabulary has the ids 0 to 400, and 400 ends a text. So 400 is the separator. Earlier
+    versions of the program added an id as the separator, 401.
+    """
     vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
     data = dataclasses.replace(text_config, tokenizer=vocabulary)
-    prepare(data, str(tmp_path / 'end_of_text'))
-    with as_earlier_versions(monkeypatch):
-        prepare(data, str(tmp_path / 'added'))
+    directory = tmp_path / 'tokens'
+    is_added = separator == 401
+    with as_earlier_versions(monkeypatch) if is_added else contextlib.nullcontext():
+        prepare(data, str(directory))
 
-    names = set()
-    for name, separator in (('end_of_text', 400), ('added', 401)):
-        directory = tmp_path / name
-        for requested in ('bytes', vocabulary):
-            dataset = load_text(config_of_tokens(directory, tokenizer=requested))
-            assert dataset.tokenizer.separator == separator
-            assert dataset.vocab_size == separator + 1
-            assert len(dataset.document_ends('train')) == 60
-        names.add(dataset.tokenizer.name)
+    # Settings may name the vocabulary, or leave the tokenizer at its default.
+    for requested in ('bytes', vocabulary):
+        dataset = load_text(config_of_tokens(directory, tokenizer=requested))
+        assert dataset.tokenizer.separator == separator
+        assert dataset.vocab_size == separator + 1
+        # The train split has 60 documents.
+        assert len(dataset.document_ends('train')) == 60
+        # The name tells the two separators apart.
+        name_without_end, _, _ = dataset.tokenizer.name.partition('-end')
+        assert dataset.tokenizer.name == name_without_end + end_of_name
 
-        # Preparing them again leaves them as they are.
-        before = contents(directory)
-        assert prepare(data, str(directory)).identity() == dataset.identity()
-        assert contents(directory) == before
-    assert len(names) == 2
+    # Preparing the tokens again leaves them as they are.
+    files_before = contents(directory)
+    assert prepare(data, str(directory)).identity() == dataset.identity()
+    assert contents(directory) == files_before
 
 
 @pytest.mark.slow
@@ -601,23 +665,29 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_pa
 
 
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
+    """The documentation shows a program that writes a directory of tokens.
+
+    It writes two documents of train, each with the separator 0 after it, and the index.
+    """
     # Run the program of docs/data.md as it is.
     page = (ROOT / 'docs/data.md').read_text('utf-8')
     programs = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
     assert len(programs) == 1
-    monkeypatch.chdir(tmp_path)
     directory = tmp_path / 'tokens'
     directory.mkdir()
     (tmp_path / 'writer.py').write_text(programs[0])
+    monkeypatch.chdir(tmp_path)
     runpy.run_path('writer.py')
 
     dataset = load_text(config_of_tokens(directory))
     train_ids = dataset.split('train')
     assert bytes(train_ids) == b'one text\0another\0'
+
+    # The index states the entropy of the ids, which the program computes by itself.
     expected_nats = tokens.entropy(np.bincount(train_ids))
     assert dataset.unigram_nats('train') == pytest.approx(expected_nats)
 
-    # Its files have the fingerprints that its index states.
+    # With `compare`, a file with another hash than that of the index would be refused.
     index = token_files.read_index(directory)
     compared = token_files.open_index(directory, index, dataset.tokenizer, compare=True)
     assert compared.splits == ('train', 'validation')
