@@ -108,8 +108,9 @@ def test_the_order_of_documents_does_not_change_the_splits():
     ('present', 'missing'), [('test', 'validation'), ('validation', 'test')], ids=str
 )
 def test_a_split_that_the_corpus_has_is_not_carved(present, missing):
-    """Only the missing split is carved from train. It gets the documents that it would get if both
-    were missing.
+    """Only the missing split is carved from train.
+
+    It gets the documents that it would get if both were missing.
     """
     both_carved = carve_missing_splits(corpus_of(TEXTS), test=False)
     with_one_split = corpus_of(TEXTS, **{present: [b'x\n']})
@@ -202,7 +203,7 @@ def test_few_documents_are_cut_at_line_ends():
 
     splits = carved_documents(corpus_of([text, text]))
 
-    # The cut after 80 percent falls into line 80, which stays whole, and so does line 90.
+    # The cuts after 80 and 90 percent fall into the lines '080' and '090', which stay whole.
     assert splits == {
         'train': [b''.join(lines[:81])] * 2,
         'validation': [b''.join(lines[81:91])] * 2,
@@ -217,7 +218,7 @@ def test_few_documents_beside_a_test_split_are_cut_once():
 
     splits = carved_documents(corpus_of([text, text], test=[b'x']))
 
-    # The cut falls into line 90, which stays whole.
+    # The cut falls into the line '090', which stays whole.
     assert splits == {
         'train': [b''.join(lines[:91])] * 2,
         'validation': [b''.join(lines[91:])] * 2,
@@ -346,7 +347,7 @@ def test_a_text_file_is_cut_at_line_ends_into_90_5_and_5_percent(tmp_path):
     corpus = written_corpus(tmp_path, {'a.txt': b''.join(lines)}, path=str(path))
 
     train, validation, test = documents(corpus).values()
-    # The cuts after 90 and 95 percent fall into lines 179 and 189.
+    # The cuts after 90 and 95 percent fall into the lines 'line 179' and 'line 189'.
     assert train == [b''.join(lines[:180])]
     assert validation == [b''.join(lines[180:190])]
     assert test == [b''.join(lines[190:])]

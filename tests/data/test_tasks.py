@@ -697,8 +697,9 @@ def test_the_packing_is_a_fixed_shuffle():
 
 
 def test_pairs_longer_than_a_row_are_refused():
-    """A sentence pair has to fit into a row of the translation task. The message counts those that
-    do not, and says which lengths would fit all.
+    """A sentence pair has to fit into a row of the translation task.
+
+    The message counts those that do not, and says which lengths would fit all.
     """
     # The longest pairs have 23 and 19 tokens. Each sentence takes one more, for the separator.
     source_length = 22
