@@ -19,7 +19,11 @@ END = 300  # the id that separates documents
 
 
 def ids_of_documents(seed, num_documents=60, end_last=True):
-    """Documents of 5 to 39 random ids from 1 to 299, each with END after it, or before it."""
+    """The random ids of documents, as one array.
+
+    A document has 5 to 39 ids from 1 to 299. END stands after each document, or with
+    `end_last=False` before it.
+    """
     rng = np.random.default_rng(seed)
     parts = []
     for _ in range(num_documents):
@@ -51,14 +55,22 @@ def write_llm_c(path, ids, magic=20240520, version=1, num_ids=None):
 
 
 def write_megatron(path, documents, code=8, dtype=np.uint16):
-    """Writes documents as IndexedDatasetBuilder of Megatron-LM; each is a list of sequences.
+    """Writes documents in the format of Megatron-LM, as its IndexedDatasetBuilder does.
 
-    `code` is Megatron's number of the dtype.
+    The ids are in PATH.bin. The index in PATH.idx says where sequences and documents begin.
+
+    Args:
+        path: The path of both files, without suffix.
+        documents: Each is a list of sequences, which are lists of ids.
+        code: Megatron's number of the dtype. 8 is uint16.
+        dtype: The dtype of an id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sequences = [np.asarray(ids, dtype) for document in documents for ids in document]
     path.with_suffix('.bin').write_bytes(b''.join(ids.tobytes() for ids in sequences))
 
+    # The length of each sequence, its first byte in PATH.bin, and the first sequence of each
+    # document.
     lengths = np.array([len(ids) for ids in sequences], np.int32)
     sizes = lengths.astype(np.int64) * np.dtype(dtype).itemsize
     first_bytes = np.append(0, np.cumsum(sizes)[:-1]).astype(np.int64)
@@ -90,6 +102,7 @@ def directory(tmp_path):
 
 
 def test_shards_read_as_one_array(tmp_path):
+    """Shards are the files of a split. They are sliced as if they were one array."""
     whole = np.arange(20, dtype=np.uint16)
     # Shards of 7, 1 and 12 ids.
     shards = Shards([Shard(tmp_path, part) for part in np.split(whole, [7, 8])])
@@ -98,6 +111,7 @@ def test_shards_read_as_one_array(tmp_path):
     for start in range(20):
         for end in range(start, 21):
             assert shards[start:end].tolist() == whole[start:end].tolist()
+
     # As in an array, a slice may end behind the last id.
     assert shards[18:25].tolist() == [18, 19]
 
@@ -161,6 +175,7 @@ def test_rows_of_nanogpt_files_are_read_as_from_other_datasets(config_of_tokens,
 
 
 def test_shards_of_llm_c_are_one_split_in_order_of_their_names(config_of_tokens, directory):
+    """llm.c writes a split as several numbered files, here two of train."""
     train_ids = ids_of_documents(seed=0, end_last=False)
     write_llm_c(directory / 'fineweb_train_000002.bin', train_ids[500:])
     write_llm_c(directory / 'fineweb_train_000001.bin', train_ids[:500])
@@ -169,13 +184,15 @@ def test_shards_of_llm_c_are_one_split_in_order_of_their_names(config_of_tokens,
     dataset = load_text(config_of_tokens(documents=f'id={END}'))
 
     assert dataset.split('train')[:].tolist() == train_ids.tolist()
-    # The first window is in both shards.
+
+    # The window from 490 to 510 is in both files, of which the first has 500 ids.
     windows_BT = dataset.windows('train', np.array([490, 0]), 20)
     assert windows_BT.dtype == np.int32
     assert windows_BT.tolist() == [train_ids[490:510].tolist(), train_ids[:20].tolist()]
 
 
 def test_documents_of_llm_c_begin_with_the_separator(config_of_tokens, directory):
+    """llm.c writes the id END before each document, not after it."""
     validation_ids = ids_of_documents(seed=1, num_documents=30, end_last=False)
     write_llm_c(directory / 'fineweb_train_000000.bin', ids_of_documents(seed=0, end_last=False))
     write_llm_c(directory / 'fineweb_val_000000.bin', validation_ids)
@@ -224,36 +241,47 @@ def test_documents_of_megatron_may_end_at_an_id_instead(config_of_tokens, megatr
 
 @pytest.mark.parametrize('name', ['all', 'all.bin'])
 def test_splits_are_carved_from_one_file_at_ends_of_documents(config_of_tokens, directory, name):
+    """A single file of tokens is cut into train, validation and test, after whole documents."""
     # 200 documents of 3 to 7 ids; all ids of a document are its number.
     documents = [np.full(3 + number % 5, number) for number in range(200)]
+    # A document of Megatron's format is a list of sequences, here of one.
     write_megatron(directory / 'all', [[document] for document in documents])
 
     dataset = load_text(config_of_tokens(path=str(directory / name)))
 
+    # The splits follow each other in the file.
     assert dataset.identity()['carved'] == {'validation': 0.1, 'test': 0.1}
     train = dataset.split('train')[:]
     validation = dataset.split('validation')[:]
     test = dataset.split('test')[:]
     all_ids = np.concatenate([train, validation, test])
     assert all_ids.tolist() == np.concatenate(documents).tolist()
+
     # Each split begins with the next document.
     assert validation[0] == train[-1] + 1
     assert test[0] == validation[-1] + 1
 
+    # The last document of a split ends with it.
     for split in dataset.splits:
         assert dataset.document_ends(split)[-1] == len(dataset.split(split))
+
+    # Ends of documents count from the start of the split.
     first_test_document = documents[test[0]]
     assert dataset.document_ends('test')[0] == len(first_test_document)
 
 
 def test_a_test_split_is_carved_if_asked(config_of_tokens, nanogpt_files):
+    """Beside a validation split, a missing test split is cut off train only with `carve_test`."""
     without_test = load_text(config_of_tokens(documents=f'id={END}'))
     assert without_test.splits == ('train', 'validation')
 
     with_test = load_text(config_of_tokens(documents=f'id={END}', carve_test=True))
     assert with_test.splits == ('train', 'validation', 'test')
-    # Train ends with a whole document, and validation is as before.
+
+    # END stands after each document, so train ends with a whole one.
     assert with_test.split('train')[:][-1] == END
+
+    # Validation is the file that `nanogpt_files` has written.
     validation_ids = ids_of_documents(seed=1, num_documents=30)
     assert with_test.split('validation')[:].tolist() == validation_ids.tolist()
 
@@ -299,6 +327,8 @@ def test_a_named_vocabulary_decodes_the_tokens(config_of_tokens, directory, tmp_
 
     assert dataset.tokenizer.decode([1, 2]) == 'word1 word2'
     assert dataset.info('validation').num_documents == 40 * 2
+
+    # The separator after each document counts as one byte.
     num_bytes = 40 * len('word1 word2\0word3\0')
     assert dataset.bytes_per_token('validation') == num_bytes / len(ids)
 
@@ -320,15 +350,20 @@ def test_a_vocabulary_is_not_learned_from_tokens(config_of_tokens, nanogpt_files
 def test_counts_of_ids_are_cached_until_a_file_changes(
     config_of_tokens, directory, nanogpt_files, monkeypatch
 ):
+    """The ids of token files are counted and hashed once, when the files are first opened.
+
+    The hashes, the fingerprints of splits, are part of the dataset's identity.
+    """
     first = load_text(config_of_tokens()).identity()
+
+    # Counting again would call None and fail.
     with monkeypatch.context() as patch:
-        # Counting again would fail.
         patch.setattr('qkattn.data.token_formats.in_place._count', None)
         assert load_text(config_of_tokens()).identity() == first
 
+    # Other ids of validation are counted.
     write_nanogpt(directory / 'val.bin', ids_of_documents(seed=2))
     second = load_text(config_of_tokens()).identity()
-
     assert second['fingerprints']['train'] == first['fingerprints']['train']
     assert second['fingerprints']['validation'] != first['fingerprints']['validation']
 
@@ -336,13 +371,15 @@ def test_counts_of_ids_are_cached_until_a_file_changes(
 @pytest.mark.parametrize(
     ('kind', 'vocab_size'),
     [
-        pytest.param('decoder', 301),
-        pytest.param('encoder', 302, marks=pytest.mark.slow),  # with a mask
+        pytest.param('decoder', 301, id='decoder'),
+        pytest.param('encoder', 302, marks=pytest.mark.slow, id='encoder, with a mask'),
     ],
 )
 def test_a_model_trains_on_tokens_without_a_vocabulary(
     kind, vocab_size, tiny, config_of_tokens, directory, tmp_path
 ):
+    """Token files alone are enough to train on, without the tokenizer that made them."""
+    # The ids are 1 to 300. Document separators have the id END, which is 300.
     write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
     write_nanogpt(directory / 'val.bin', ids_of_documents(seed=1))
     write_nanogpt(directory / 'test.bin', ids_of_documents(seed=2))
@@ -351,11 +388,16 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
 
     results = train(config, tmp_path / 'run')
 
-    assert results[0]['data']['tokenizer'] == 'ids-301'  # 0 to 300
+    # The 301 ids from 0 to the largest one take the place of a vocabulary.
+    assert results[0]['data']['tokenizer'] == 'ids-301'
     assert np.isfinite(results[0]['test_loss'])
 
 
 def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_tokens, directory):
+    """An encoder predicts masked tokens. Some get a random id in place of the mask.
+
+    A separator would never be chosen. These tokens have none, because no setting names one.
+    """
     ids = np.arange(4000, dtype=np.uint16) % 4
     write_nanogpt(directory / 'train.bin', ids)
     write_nanogpt(directory / 'val.bin', ids)

@@ -117,15 +117,21 @@ def test_bytes_are_not_trained(tmp_path):
 def test_a_tokenizer_is_trained_once_unless_it_is_damaged(
     tmp_path, cache_warnings, kind, folder, train
 ):
+    """A learned tokenizer is kept in a file. A damaged file is replaced, with a warning.
+
+    `open_phrases` opens the tokenizer and may train it, on PHRASES. `open_trained` may not.
+    """
+    # The name has a hash of the vocabulary.
     name = train().name
     assert open_phrases(tmp_path, kind).name == name
     assert open_trained(tmp_path, kind).name == name
     assert not cache_warnings
 
-    # A damaged file is written again, as it was.
+    # The end of the file is cut.
     path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
     content = path.read_bytes()
     path.write_bytes(content[:-9])
+
     assert open_phrases(tmp_path, kind).name == name
     assert path.read_bytes() == content
     assert cache_warnings[-1].startswith(f'{path} is damaged')
@@ -178,7 +184,12 @@ def oddly_trained():
 
 
 def random_texts(tokenizer):
-    """500 random texts, each joined from up to 29 parts of several kinds."""
+    """500 random texts, each joined from up to 29 parts.
+
+    A part is a sub-word of the tokenizer, one of ODD_TEXTS, a space, a common character or any
+    character of Unicode.
+    """
+    # Ids up to 256 are the separator and single bytes.
     subwords = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
     spaces = [' ', '\n', '\t', '\r', '\0', 'a']
     # Surrogates are no characters by themselves.
@@ -186,19 +197,25 @@ def random_texts(tokenizer):
     common_characters = characters[:0x3000]
     kinds_of_parts = [subwords, ODD_TEXTS, spaces, common_characters, characters]
 
+    # Every kind is equally probable, and then every part of the kind.
     rng = random.Random(0)
     kinds_of_texts = [rng.choices(kinds_of_parts, k=rng.randrange(30)) for _ in range(500)]
     return [''.join(rng.choice(parts) for parts in kinds) for kinds in kinds_of_texts]
 
 
 def test_every_text_comes_back_byte_for_byte(tokenizer, oddly_trained):
+    """Decoding the ids of a text gives the text, whatever the vocabulary was learned from.
+
+    One vocabulary was learned from source code, the other mostly from odd texts.
+    """
     code = [text.decode() for text in CODE]
     for text in [*ODD_TEXTS, *random_texts(tokenizer), *code]:
         for trained in (tokenizer, oddly_trained):
             ids = trained.encode(text)
             assert trained.decode(ids) == text
             assert trained.num_bytes(ids) == len(text.encode())
-            # No id is the separator, 0.
+
+            # No id is the separator, 0. `initial` stands for the ids of an empty text.
             assert trained.separator == 0
             assert ids.min(initial=1) > 0
             assert ids.max(initial=0) < trained.vocab_size
@@ -263,6 +280,7 @@ def test_an_impossible_size_of_a_vocabulary_is_refused(size, texts):
 
 
 def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path):
+    """A vocabulary that this package learned is a valid vocabulary file, tokenizer.json."""
     path = tmp_path / 'a.json'
     text = 'the fox saw\nthe gräpes'
     learned = BPETokenizer.train([text.encode()], 270)
@@ -270,19 +288,21 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
 
     tokenizer = FileTokenizer.open(str(path))
 
-    digest = learned.name[-12:]
-    assert tokenizer.name == f'file-{digest}-end0'
+    # Both names have the hash of the file. '-end0' says that id 0 ends a text.
+    hash_of_file = learned.name[-12:]
+    assert tokenizer.name == f'file-{hash_of_file}-end0'
     assert tokenizer.vocab_size == 270
     assert tokenizer.separator == 0
+
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint16
     assert np.array_equal(ids, learned.encode(text))
 
 
 def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
-    """The file asks for [CLS] before a text, and to cut texts to 3 tokens and pad them to 9.
+    """A vocabulary file may ask for changes of texts, but a text is only encoded.
 
-    None of this is done.
+    This file asks for the mark [CLS] before a text, and to cut texts to 3 tokens and pad them to 9.
     """
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
     library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
@@ -297,11 +317,15 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
 
     ids = tokenizer.encode('the fox saw [CLS] the grapes')
 
-    assert ids.dtype == np.uint8
-    assert tokenizer.separator == 8
-    assert ids[:3].tolist() == [2, 3, 7]
-    assert ids[-2:].tolist() == [2, 0]  # 'grapes' is unknown
+    assert ids[:3].tolist() == [2, 3, 7]  # 'the fox saw'
+    assert ids[-2:].tolist() == [2, 0]  # 'the', and 'grapes', which is unknown
     assert 1 not in ids  # '[CLS]' in a text is unknown as well
+
+    # The vocabulary has no end of a text, so the id after the largest one, 7, separates texts.
+    assert tokenizer.separator == 8
+    assert ids.dtype == np.uint8
+
+    # Unknown words count as no bytes.
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
 
 
