@@ -25,9 +25,11 @@ def texts(tmp_path):
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """config_of(*evaluate, model={...}, **data): a config with these `data.evaluate`.
+    """A function that returns the config of a run with further corpora to evaluate on.
 
-    The data of the run are 200 numbered lines, unless `data` names others.
+    config_of('stdlib@test', model={'context': 9}, lowercase=True) sets data.evaluate to
+    ('stdlib@test',), and settings of the model and the data. By default the model is a decoder, its
+    rows have 16 tokens, and the data of the run are 200 numbered lines with the name 'lines'.
     """
     lines = [f'line {number} of the corpus\n'.encode() for number in range(200)]
     split_texts = {'train': lines[:120], 'validation': lines[120:160], 'test': lines[160:]}
@@ -58,31 +60,57 @@ def tokens_of(corpus):
 @pytest.mark.parametrize(
     ('text', 'fields', 'split'),
     [
-        ('stdlib', {'name': 'stdlib'}, 'validation'),
-        ('stdlib@test', {'name': 'stdlib'}, 'test'),
-        ('text:/a/b.txt@train', {'name': 'text', 'path': '/a/b.txt'}, 'train'),
-        ('text:me@home.txt', {'name': 'text', 'path': 'me@home.txt'}, 'validation'),
-        ('tokens:DIR', {'name': 'tokens', 'path': 'DIR'}, 'validation'),
-        ('tfds:lm1b/subwords8k', {'name': 'tfds:lm1b/subwords8k'}, 'validation'),
-        ('hf:a/b/c?feature=content@test', {'name': 'hf:a/b/c', 'feature': 'content'}, 'test'),
-        (
+        pytest.param('stdlib', {'name': 'stdlib'}, 'validation', id='name'),
+        pytest.param('stdlib@test', {'name': 'stdlib'}, 'test', id='split'),
+        pytest.param(
+            'text:/a/b.txt@train', {'name': 'text', 'path': '/a/b.txt'}, 'train', id='path'
+        ),
+        pytest.param(
+            'text:me@home.txt',
+            {'name': 'text', 'path': 'me@home.txt'},
+            'validation',
+            id='path with an @',
+        ),
+        pytest.param(
+            'tokens:DIR', {'name': 'tokens', 'path': 'DIR'}, 'validation', id='path of tokens'
+        ),
+        pytest.param(
+            'tfds:lm1b/subwords8k',
+            {'name': 'tfds:lm1b/subwords8k'},
+            'validation',
+            id='name with a colon',
+        ),
+        pytest.param(
+            'hf:a/b/c?feature=content@test',
+            {'name': 'hf:a/b/c', 'feature': 'content'},
+            'test',
+            id='setting and split',
+        ),
+        pytest.param(
             'tokens:DIR?documents=id=50256&token_dtype=uint32',
             {'name': 'tokens', 'path': 'DIR', 'documents': 'id=50256', 'token_dtype': 'uint32'},
             'validation',
+            id='two settings',
         ),
     ],
 )
 def test_an_entry_names_a_corpus_with_settings_and_a_split(config_of, text, fields, split):
+    """An entry of data.evaluate has the form NAME[:PATH][?FIELD=VALUE&...][@SPLIT].
+
+    It names a further corpus on which a run is evaluated. Without a split, that is validation.
+    """
+    # A corpus also has these settings of the run.
     fields_of_run = {'tokenizer': 'bpe', 'tokenizer_size': 300, 'lowercase': True}
     config = config_of(text, **fields_of_run)
 
-    parsed = entries(config)
+    parsed_entries = entries(config)
 
-    assert len(parsed) == 1
-    assert parsed[0].text == text
-    assert parsed[0].split == split
+    assert len(parsed_entries) == 1
+    entry = parsed_entries[0]
+    assert entry.text == text
+    assert entry.split == split
     data_dir = config.data.data_dir
-    assert parsed[0].data == DataConfig(**fields, **fields_of_run, data_dir=data_dir)
+    assert entry.data == DataConfig(**fields, **fields_of_run, data_dir=data_dir)
 
 
 def test_the_test_split_is_carved_as_in_the_run(config_of):
@@ -102,12 +130,18 @@ def test_a_split_of_the_run_itself_is_not_opened_again(config_of):
 
 
 def test_windows_of_an_evaluation_are_not_shifted(config_of):
+    """With `shift_windows`, the windows of each training epoch begin at another token.
+
+    An evaluation, even one on the train split, always begins at the first.
+    """
+    # '@train' is the train split of the run itself.
     config = config_of('@train', shift_windows=True)
     rows = rows_of(config)
     corpus = open_corpora(config, rows)[0]
 
     assert rows.shift
     assert not corpus.rows.shift
+
     # The first token is never predicted.
     num_predicted = config.model.context * corpus.rows.count('train')
     expected_ids = rows.dataset.split('train')[1 : 1 + num_predicted]
@@ -116,18 +150,23 @@ def test_windows_of_an_evaluation_are_not_shifted(config_of):
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'characters', 'bpe'])
 def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer):
+    """A further corpus of an evaluation has the ids of the model, whatever its own text is.
+
+    Tokenizers of characters and bpe are learned from the text of the run.
+    """
     size = {'tokenizer_size': 262} if tokenizer == 'bpe' else {}
     config = config_of(f'text:{texts}@test', tokenizer=tokenizer, model={'vocab_size': 300}, **size)
     rows = rows_of(config)
 
     corpus = open_corpora(config, rows)[0]
 
+    # Each text is a document, in the order of the file names.
     first_text = (texts / 'test/000.txt').read_bytes()
     first_ids = rows.dataset.tokenizer.encode(first_text)
     assert corpus.rows.dataset.split('test')[: len(first_ids)].tolist() == first_ids.tolist()
     assert corpus.rows.vocab_size == rows.vocab_size
 
-    # The version is that of the texts, which are in a new directory each time.
+    # The version is a hash of the texts, which need not be compared.
     identity = corpus.identity()
     del identity['version']
     assert identity == {
@@ -165,15 +204,21 @@ def test_a_carved_split_is_named_as_one(config_of, texts):
 
 
 def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_path):
-    model = {'vocab_size': 401}
-    words = str(write_vocabulary(tmp_path / 'words.json'))
+    """A text may be tokenized beforehand, by `prepare`, and then named as tokens.
+
+    Evaluating on these tokens is the same as evaluating on the text with their tokenizer.
+    """
+    vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
+    model = {'vocab_size': 401}  # that of the vocabulary
     tokens = str(tmp_path / 'made')
     text = DataConfig(
-        name='text', path=str(texts), tokenizer=words, data_dir=str(tmp_path / 'cache')
+        name='text', path=str(texts), tokenizer=vocabulary, data_dir=str(tmp_path / 'cache')
     )
     prepare(text, tokens)
 
-    from_tokens = corpus_of(config_of(f'tokens:{tokens}', tokenizer=words, model=model))
+    # A run on another text with the same vocabulary. Without a split, validation is evaluated.
+    run_with_vocabulary = config_of(f'tokens:{tokens}', tokenizer=vocabulary, model=model)
+    from_tokens = corpus_of(run_with_vocabulary)
     assert from_tokens.identity()['fingerprints'].keys() == {'validation'}
 
     # If the run itself reads the prepared tokens, text is encoded by their tokenizer.
@@ -184,7 +229,11 @@ def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_pa
 
 @pytest.fixture
 def config_of_ids(config_of, tmp_path):
-    """config_of_ids(*evaluate, **fields): a run on ids from 0 to 300 without a vocabulary."""
+    """A function that returns the config of a run on token files without a vocabulary.
+
+    config_of_ids('lines', model={...}, **data) is like `config_of`, but the run reads ids from 0 to
+    300 in the directory 'own', where 300 separates documents. The model has 310 ids by default.
+    """
     write_nanogpt(tmp_path / 'own/train.bin', ids_of_documents(seed=0))
     write_nanogpt(tmp_path / 'own/val.bin', ids_of_documents(seed=1, num_documents=30))
 
@@ -212,7 +261,9 @@ def test_ids_without_a_vocabulary_are_read_as_those_of_the_run(config_of_ids, to
 
     corpus = corpus_of(config)
 
+    # The run has the ids 0 to 300.
     assert corpus.rows.vocab_size == 301
+
     # The separator of the run divides the documents, so that a row has segments of several.
     batch = corpus.rows.read('validation', np.arange(9), np.zeros((9, 2), np.uint64))
     assert batch['segments_BT'].max() > 1
@@ -234,22 +285,32 @@ def test_text_needs_a_vocabulary(config_of_ids):
 
 
 def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts, tmp_path):
-    # Tokens of words; `config_of_ids` has written ids without a vocabulary.
+    """A model can be evaluated only on tokens of its own tokenizer.
+
+    The name of a tokenizer is 'bytes', or 'file-HASH-end400' for a vocabulary file whose id 400
+    ends a text. It is 'ids-301' for the ids 0 to 300 without a vocabulary.
+    """
     text = DataConfig(name='text', path=str(texts), data_dir=str(tmp_path / 'cache'))
     vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
     prepare(dataclasses.replace(text, tokenizer=vocabulary), str(tmp_path / 'words'))
-    words = f'tokens:{tmp_path}/words'
-    ids = f'tokens:{tmp_path}/own'
+    tokens_of_words = f'tokens:{tmp_path}/words'
+    # The fixture `config_of_ids` has written ids without a vocabulary.
+    tokens_of_ids = f'tokens:{tmp_path}/own'
 
+    # Words for a run on bytes.
     with refused(
         'it has the tokenizer file-[0-9a-f]{12}-end400, but the run has bytes; '
         'give tokens of the same'
     ):
-        corpus_of(config_of(words))
+        corpus_of(config_of(tokens_of_words))
+
+    # Words for a run on ids.
     with refused('it has the tokenizer file-[0-9a-f]{12}-end400, but the run has ids-301'):
-        corpus_of(config_of_ids(words))
+        corpus_of(config_of_ids(tokens_of_words))
+
+    # Ids for a run on bytes.
     with refused(r"evaluate='tokens:\S+': it has the tokenizer ids-301, but the run has bytes"):
-        corpus_of(config_of(ids))
+        corpus_of(config_of(tokens_of_ids))
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,15 @@ def test_a_url_is_no_data_root():
 
 
 def test_one_of_three_threads_prepares_at_a_time(tmp_path):
-    """The first thread fails, the second prepares the file, and the third finds it."""
+    """Three threads want a file that has to be prepared, and wait for each other.
+
+    The first one fails, the second prepares the file, and the third finds it.
+    """
     path = tmp_path / 'file'
     num_calls = 0
 
     def prepare():
+        """Writes the file, but fails when it is called for the first time."""
         nonlocal num_calls
         num_calls += 1
         time.sleep(0.1)  # another thread could come in between
@@ -62,6 +66,7 @@ def test_one_of_three_threads_prepares_at_a_time(tmp_path):
         results = list(threads.map(read_in_thread, range(3)))
 
     assert sorted(results) == ['failed', 'sound', 'sound']
+    # The third thread did not prepare the file again.
     assert num_calls == 2
 
 
@@ -105,6 +110,7 @@ def tokens_directory(config):
 def test_tokens_of_bytes_are_cached_in_a_byte_each(letters):
     dataset = load(letters)
 
+    # Byte 0 separates the documents, which are 'aab' and 'c' in train.
     for split, content in (
         ('train', b'aab\0c\0'),
         ('validation', b'abcd\0'),
@@ -115,27 +121,36 @@ def test_tokens_of_bytes_are_cached_in_a_byte_each(letters):
 
 
 def test_a_dataset_knows_the_counts_of_its_splits(letters):
-    dataset = load(letters)
+    """`letters` has the train documents 'aab' and 'c', in ids of bytes.
 
-    info = dataset.info('train')  # of b'aab\0c\0'
+    A byte 0 follows each document.
+    """
+    dataset = load(letters)
+    train_ids = b'aab\0c\0'
+
+    info = dataset.info('train')
     assert info.num_documents == 2
-    assert info.num_tokens == 6
-    assert info.num_bytes == 6
-    # Two of the four tokens have the frequency 2/6, and two have 1/6.
+    assert info.num_tokens == len(train_ids)
+    assert info.num_bytes == len(train_ids)
+    assert info.fingerprint == hashlib.sha256(train_ids).hexdigest()
+
+    # 'a' and byte 0 have the frequency 2/6 each, 'b' and 'c' have 1/6.
     entropy = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
     assert info.unigram_nats_per_token == pytest.approx(entropy, rel=1e-12)
-    assert info.fingerprint == hashlib.sha256(b'aab\0c\0').hexdigest()
-    # Names of training documents are not kept.
+
+    # Only evaluated documents keep their names.
     assert info.document_names is None
     assert dataset.document_names('validation') == ['validation 0']
 
 
 def test_cached_tokens_are_not_written_again(letters, cache_warnings):
+    """The first `load` writes the tokens of a dataset into a cache, which later ones read."""
     identity = load(letters).identity()
     directory = tokens_directory(letters)
     write_times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
     assert write_times.keys() == {'lock', 'tokens.json', 'train.bin', 'validation.bin', 'test.bin'}
 
+    # Settings may name the dataset, or the directory of its tokens.
     by_path = DataConfig(name='tokens', path=str(directory))
     assert load(letters).identity() == identity
     assert load(by_path).identity() == identity
@@ -149,14 +164,20 @@ def test_cached_tokens_are_not_written_again(letters, cache_warnings):
     ('file', 'damage', 'message'),
     [
         pytest.param(
-            'train.bin', lambda data: b'b' + data[1:], 'or does not hold', id='other tokens'
+            'train.bin', lambda content: b'b' + content[1:], 'or does not hold', id='other tokens'
         ),
-        pytest.param('validation.bin', lambda data: data[:-1], 'or does not hold', id='cut tokens'),
-        pytest.param('tokens.json', lambda data: b'{', 'it is not JSON', id='cut index'),
-        pytest.param('tokens.json', lambda data: PICKLE, 'tokens.json', id='a pickle'),
+        pytest.param(
+            'validation.bin', lambda content: content[:-1], 'or does not hold', id='cut tokens'
+        ),
+        pytest.param('tokens.json', lambda content: b'{', 'it is not JSON', id='cut index'),
+        pytest.param('tokens.json', lambda content: PICKLE, 'tokens.json', id='a pickle'),
     ],
 )
 def test_a_damaged_cache_is_written_again(letters, cache_warnings, file, damage, message):
+    """The first `load` writes the tokens of a dataset into a cache, which later ones read.
+
+    If one of its files is damaged, it is replaced, with a warning.
+    """
     identity = load(letters).identity()
     path = tokens_directory(letters) / file
     content = path.read_bytes()
@@ -166,13 +187,17 @@ def test_a_damaged_cache_is_written_again(letters, cache_warnings, file, damage,
 
     assert dataset.identity() == identity
     assert path.read_bytes() == content
-    # The documents 'aab' and 'c'.
+    # The documents 'aab' and 'c', each with a byte 0 after it.
     assert np.asarray(dataset.split('train')).tobytes() == b'aab\0c\0'
     assert message in cache_warnings[-1]
 
 
 def config_of(kind: str, form: str, **fields) -> Config:
-    """A config of this kind of model on this form of data; fields are of the model or the data."""
+    """A config of a kind of model, such as 'decoder', on a form of data, such as TEXT.
+
+    `fields` are settings of the model or of the data, as in shift_windows=True. By default rows
+    have the length of the form, and the model has 257 ids.
+    """
     model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 257}
     data = FORMS[form] | {'data_dir': 'cache'}
     for field, value in fields.items():
@@ -201,6 +226,10 @@ INVALID_PAIRS = [(kind, form) for kind in ROWS for form in FORMS if form not in 
 
 @pytest.mark.parametrize(('kind', 'form'), VALID_PAIRS)
 def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files, kind, form):
+    """A decoder on text trains on LanguageRows, for example, and an encoder on MaskedRows.
+
+    Rows are the examples of a task, of fixed length. ROWS has their class for each pair.
+    """
     config = config_of(kind, form)
     row_class = ROWS[kind][form]
     assert task_of(config) is row_class
@@ -209,9 +238,12 @@ def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files, kind, for
     assert type(rows) is row_class
     assert rows.splits == ('train', 'validation', 'test')
 
-    # A stated shape is that of one row, without the batch dimension.
+    # `array_shapes` states length and dtype of one row of each array.
     batch = read_rows(rows, 'validation', [0])
-    shapes = {name: (array.shape[1], array.dtype) for name, array in batch.items()}
+    shapes = {}
+    for name, array_BT in batch.items():
+        _, length = array_BT.shape
+        shapes[name] = (length, array_BT.dtype)
     assert shapes == rows.array_shapes(config.model)
 
 

@@ -69,10 +69,14 @@ def test_a_file_of_no_whole_ids_is_refused(file, size):
 
 
 def test_pages_of_ids_are_read_ahead(file, kernel_advice):
+    """`read_ahead` tells the kernel which bytes of a mapped file will soon be read.
+
+    The file has a header of 1,024 bytes, and then ids of two bytes.
+    """
     ids = map_ids(file, 'uint16', 1024)
     first_byte = 1024 + 2 * 4000
     byte_after_last = 1024 + 2 * 6000
-    kernel_advice.clear()
+    kernel_advice.clear()  # mapping the file gives advice, too
 
     read_ahead(ids[4000:6000])
 
@@ -95,14 +99,19 @@ def test_ids_in_memory_are_not_read_ahead(file, kernel_advice):
 
 
 def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monkeypatch):
+    """A whole split is read in blocks. The kernel gets advice about each before it is read.
+
+    The split is two shards, each the same file of 10,000 ids. Blocks have 4,000 ids here.
+    """
     monkeypatch.setattr(tokens, 'BLOCK', 4000)
     ids = map_ids(file, 'uint16', 1024)
     two_shards = Shards([Shard(file, ids), Shard(file, ids)])
-    kernel_advice.clear()
+    kernel_advice.clear()  # mapping the file gives advice, too
 
     blocks = list(tokens.blocks(two_shards))
 
     assert np.concatenate(blocks).tolist() == 2 * list(range(10_000))
+
     # Each read within a shard ends at one of these ids of the shard.
     last_ids = [
         4000,  # block 1, in the first shard
@@ -112,5 +121,6 @@ def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monke
         6000,  # block 4
         10_000,  # block 5
     ]
+    # A header of 1,024 bytes is before the ids, which have two bytes each.
     ends = [start + length for _, start, length in kernel_advice]
     assert ends == [1024 + 2 * last_id for last_id in last_ids]
