@@ -14,9 +14,14 @@ from qkattn.data.tokens import SplitInfo, TokenDataset
 
 
 def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_token: int = 2):
-    """A dataset of token arrays by split, with version '1'.
+    """A tokenized dataset of version '1', made of arrays instead of files.
 
-    The fingerprint of a split is the name of the dataset followed by the name of the split.
+    Args:
+        name: The name of the dataset. Followed by the name of a split, it is the fingerprint of
+            the split, which stands for a hash of its tokens.
+        tokenizer: The tokenizer. Each of its separators in the tokens ends a document.
+        splits: The tokens of each split.
+        bytes_per_token: The number of bytes of text that each token counts as.
     """
     infos = {}
     for split, tokens in splits.items():
@@ -24,6 +29,7 @@ def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_t
             num_documents=np.count_nonzero(tokens == tokenizer.separator),
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
+            # That of tokens which are all different.
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
         )
@@ -47,7 +53,11 @@ def documents(corpus: Corpus, language: str | None = None) -> dict[str, list[byt
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, texts: dict[str, Iterable[bytes]]):
-    """Registers a dataset of these texts by split; documents are named 'train 0', 'train 1', ..."""
+    """Makes a dataset of these texts known, so that the setting data.name can name it.
+
+    `texts` are the documents of each split. They are named 'train 0', 'train 1' and so on. The
+    version of the dataset is '1'.
+    """
 
     def document_names(split):
         return [f'{split} {index}' for index, _ in enumerate(texts[split])]
@@ -84,7 +94,10 @@ def check_shapes(batch: Batch, num_rows: int, length: int) -> None:
 
 
 def write_texts(directory: Path) -> Path:
-    """A folder per split with a document per file, of 10 to 200 bytes."""
+    """Writes a folder for each split, with one document per file, and returns the directory.
+
+    Train has 60 documents of about 20 to 200 bytes. Validation and test have 20 each.
+    """
     num_documents = {'train': 60, 'validation': 20, 'test': 20}
     for split, count in num_documents.items():
         folder = directory / split

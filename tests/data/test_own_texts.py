@@ -85,19 +85,22 @@ def test_records_without_text_are_left_out(tmp_path, name):
 
 
 def test_data_feature_names_the_field(tmp_path):
-    # Records with the fields 'id', a number, and 'content', a text.
+    """Each record of a file is a document. The setting data.feature names the field of its text."""
+    # 40 records with the fields 'id', which is the number 1, and 'content', a text.
     content = json_lines(TEXTS, field='content')
 
     corpus = corpus_of_file(tmp_path, 'a.jsonl', content, feature='content')
     assert len(all_documents(corpus)) == 40
 
-    of_numbers = corpus_of_file(tmp_path, 'a.jsonl', content, feature='id')
-    assert of_numbers.version != corpus.version
+    # Another field is another text, and so another version. Numbers are refused when read.
+    corpus_of_numbers = corpus_of_file(tmp_path, 'a.jsonl', content, feature='id')
+    assert corpus_of_numbers.version != corpus.version
     with refused("line 1 of .*a.jsonl' has 1 in the field 'id', which is no text; .* id, content"):
-        documents(of_numbers)
+        documents(corpus_of_numbers)
 
 
 def test_names_of_files_of_records_say_their_splits(tmp_path):
+    """Parquet files are named after splits, as on the Hugging Face Hub, and read in this order."""
     files = {
         'data/train-00001-of-00002.parquet': parquet_file(['c']),
         'data/train-00000-of-00002.parquet': parquet_file(['a', 'b']),
@@ -107,6 +110,7 @@ def test_names_of_files_of_records_say_their_splits(tmp_path):
     corpus = written_corpus(tmp_path, files)
     assert documents(corpus) == {'train': [b'a', b'b', b'c'], 'validation': [b'd']}
 
+    # The version changes with the content of any file.
     files['data/validation-00000-of-00001.parquet'] = parquet_file(['dd'])
     changed_corpus = written_corpus(tmp_path, files)
     assert changed_corpus.version != corpus.version
@@ -135,11 +139,14 @@ def test_each_file_of_a_flat_folder_is_a_document(tmp_path):
     assert len(corpus.names('test')) == len(documents(corpus)['test'])
 
 
-@pytest.mark.parametrize(('suffix', 'compress'), [('.gz', gzip.compress), ('.zst', zstd)])
+@pytest.mark.parametrize(
+    ('suffix', 'compress'), [('.gz', gzip.compress), ('.zst', zstd)], ids=['gzip', 'zstd']
+)
 def test_compressed_text_is_the_text_that_was_compressed(tmp_path, suffix, compress):
     text = ''.join(TEXTS).encode()
     compressed_text = compress(text)
 
+    # A single file is cut into splits after it is decompressed.
     plain = corpus_of_file(tmp_path, 'a.txt', text)
     compressed = corpus_of_file(tmp_path, f'a.txt{suffix}', compressed_text)
     assert documents(compressed) == documents(plain)
@@ -324,17 +331,21 @@ def test_a_rule_that_divides_no_text_is_refused(rule, message):
 
 
 def test_paragraphs_of_one_file_are_documents_if_asked(tmp_path):
+    """A text file is cut into 90, 5 and 5 percent. Each part is one document by default.
+
+    With documents='blank_line', each paragraph is a document.
+    """
+    # 60 times the 40 TEXTS: 2400 paragraphs of two lines, each with a blank line after it.
     path = tmp_path / 'book.txt'
-    num_paragraphs = 60 * len(TEXTS)
     path.write_text(''.join(f'{text}\n' for text in TEXTS * 60))
     data = DataConfig(name='text', path=str(path), data_dir=str(tmp_path / 'cache'))
 
     one_document = load_text(data)
     assert one_document.info('test').num_documents == 1
 
+    # Each cut moves to the end of its line, the first of a paragraph. So each of the two cuts
+    # makes two documents of this paragraph.
     paragraphs = load_text(dataclasses.replace(data, documents='blank_line'))
-    assert paragraphs.info('train').num_documents == 2161
-    assert paragraphs.info('validation').num_documents == 121
+    assert paragraphs.info('train').num_documents == 2160 + 1
+    assert paragraphs.info('validation').num_documents == 120 + 1
     assert paragraphs.info('test').num_documents == 120
-    # Splits are cut at line ends, which lie within two of the paragraphs.
-    assert 2161 + 121 + 120 == num_paragraphs + 2

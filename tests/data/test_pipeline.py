@@ -31,16 +31,23 @@ def visited_windows(rows, seed, num_steps):
 
 
 def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
-    # 59 windows in batches of 6, so that 59 steps are 6 epochs and a batch may straddle two.
-    rows = windows(train=414)
-    assert rows.count('train') == 59
+    """Training visits all windows of a text in random order, then all in another order.
 
+    Each pass is an epoch. Every epoch of every seed has another order.
+    """
+    # A window has 7 tokens, and the last target needs one more token.
+    num_windows = 59
+    rows = windows(train=7 * num_windows + 1)
+    assert rows.count('train') == num_windows
+
+    # 59 batches of 6 windows are 6 epochs. A batch may have windows of two epochs.
     orders = []
     for seed in (0, 1):
         visited = visited_windows(rows, seed, num_steps=59)
-        orders.extend(visited.reshape(6, 59))
+        orders.extend(visited.reshape(6, num_windows))
 
-    first_tokens = list(range(0, 413, 7))
+    # A window is told by its first token, which is its position.
+    first_tokens = list(range(0, 7 * num_windows, 7))
     for order in orders:
         assert sorted(order.tolist()) == first_tokens
     num_different = len(np.unique(orders, axis=0))
@@ -54,6 +61,10 @@ def test_the_order_of_training_does_not_change():
 
 
 def test_hosts_together_read_the_global_batches():
+    """Several hosts train one model. Each reads its part of the rows of every batch.
+
+    The parts of all hosts, in order, are the batch that one host would read.
+    """
     rows = windows(train=500, validation=74)
 
     def read(part):
@@ -72,7 +83,7 @@ def test_hosts_together_read_the_global_batches():
         for name, array in batch.items():
             arrays_of_hosts = [share[name] for share in shares]
             for array_of_host in arrays_of_hosts:
-                assert array_of_host.shape == (2, 7)
+                assert array_of_host.shape == (2, 7)  # rows of 7 tokens
             assert np.array_equal(np.concatenate(arrays_of_hosts), array)
 
 
@@ -100,20 +111,32 @@ def test_an_evaluation_row_is_drawn_by_its_number(rows_of_draws):
 
 
 def test_batches_of_training_are_those_of_their_steps():
+    """`train_batches` reads ahead for several trials, each with a seed, and several steps at once.
+
+    Its batches are those that `train_batch` reads for one seed and one step.
+    """
     rows = windows(train=500)
     seeds = (4, 0, 4)
     start_step = 11
-    batch_fields = {'batch_size': 6, 'part': slice(2, 5)}  # 3 rows
+    num_steps = 8
+    # 3 of the 6 rows of each batch are read.
+    batch_fields = {'batch_size': 6, 'part': slice(2, 5)}
 
     batches = pipeline.train_batches(
-        rows, seeds=seeds, start_step=start_step, num_steps=8, steps_per_read=3, **batch_fields
+        rows,
+        seeds=seeds,
+        start_step=start_step,
+        num_steps=num_steps,
+        steps_per_read=3,
+        **batch_fields,
     )
     reads = [batch['tokens_BT'] for batch in batches]
 
-    # [steps, seeds, rows, tokens]
+    # The axes are steps, seeds, rows and tokens. The last read has the two steps that are left.
     assert [read.shape for read in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
+
     tokens_SXBT = np.concatenate(reads)
-    for s, x in np.ndindex(8, 3):
+    for s, x in np.ndindex(num_steps, len(seeds)):
         expected = pipeline.train_batch(rows, seed=seeds[x], step=start_step + s, **batch_fields)
         assert tokens_SXBT[s, x].dtype == expected['tokens_BT'].dtype
         assert np.array_equal(tokens_SXBT[s, x], expected['tokens_BT'])
@@ -125,38 +148,49 @@ def test_no_steps_have_no_batches():
 
 
 def test_one_thread_reads_ahead():
+    """While a model trains on a batch, a thread in the background reads the next one.
+
+    The thread ends when the batches are closed.
+    """
     rows = windows(train=500)
     read = rows.read
-    threads = []  # that of each read
+    reading_threads = []  # the thread of each call of `read`
 
     def read_and_record(*args):
-        threads.append(threading.current_thread())
+        """Replaces `rows.read`: it also records the thread that calls it."""
+        reading_threads.append(threading.current_thread())
         return read(*args)
 
     rows.read = read_and_record
     batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
-    num_reads = 2 * 2  # two steps of two different seeds
     with contextlib.closing(batches):
-        threads.clear()  # of the reads that check the settings
+        reading_threads.clear()  # of the reads that check the settings
 
         # After the first batch was taken, the second is read without waiting for `next`.
         next(batches)
+        num_reads = 2 * 2  # two steps of two different seeds
         deadline = time.monotonic() + 10
-        while len(threads) < num_reads and time.monotonic() < deadline:
+        while len(reading_threads) < num_reads and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(threads) == num_reads
-        assert len(set(threads)) == 1
-        assert threads[0] is not threading.main_thread()
+
+        assert len(reading_threads) == num_reads
+        assert len(set(reading_threads)) == 1
+        assert reading_threads[0] is not threading.main_thread()
 
     # Closing ends the thread and the batches.
-    threads[0].join(timeout=10)
-    assert not threads[0].is_alive()
+    reading_threads[0].join(timeout=10)
+    assert not reading_threads[0].is_alive()
     assert list(batches) == []
 
 
 def test_an_evaluation_predicts_every_token_once():
-    # 10 windows of 7 tokens; a token is its position.
+    """An evaluation reads all windows of a split in order, and fills its last batch with padding.
+
+    Padding is all zeros, also in the weights of the loss, so that it does not count.
+    """
+    # 10 windows of 7 tokens. A token is its position: 0, 1, 2, ...
     rows = windows(validation=74)
+
     batches = list(pipeline.eval_batches(rows, 'validation', batch_size=4))
 
     for batch in batches:
@@ -165,12 +199,14 @@ def test_an_evaluation_predicts_every_token_once():
     targets_RT = np.concatenate([batch['targets_BT'] for batch in batches])
     weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])
 
-    # The last two of 3 * 4 rows are padding, which is all zeros.
-    assert np.all(weights_RT[:10] == 1)
-    for array_RT in (tokens_RT, targets_RT, weights_RT):
-        assert np.all(array_RT[10:] == 0)
+    # Every token but the first is a target, and the input is the token before it.
     assert targets_RT[:10].ravel().tolist() == list(range(1, 71))
     assert np.array_equal(tokens_RT[:10], targets_RT[:10] - 1)
+    assert np.all(weights_RT[:10] == 1)
+
+    # The last two of 3 * 4 rows are padding.
+    for array_RT in (tokens_RT, targets_RT, weights_RT):
+        assert np.all(array_RT[10:] == 0)
 
 
 def test_a_subset_of_an_evaluation_is_evenly_spaced():

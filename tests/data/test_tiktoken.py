@@ -29,7 +29,15 @@ def ranks():
 
 @pytest.fixture
 def tiktoken(monkeypatch, tmp_path):
-    """The library, which knows only the encodings 'small', 'no_end', 'large' and 'remote'."""
+    """The library tiktoken, with four small encodings in place of its own.
+
+    All have the ids 0 to 261 for the bytes and MERGES, if nothing else is said.
+
+    - 'small': special tokens are 264, '<|pad|>', and 265, '<|endoftext|>'. 262 and 263 are unused.
+    - 'no_end': there is no special token.
+    - 'large': the end of a text has an id that is too large.
+    - 'remote': the ids would be downloaded.
+    """
     library = pytest.importorskip('tiktoken', reason="pip install -e '.[tiktoken]'")
     registry = importlib.import_module('tiktoken.registry')
     load = importlib.import_module('tiktoken.load')
@@ -48,7 +56,6 @@ def tiktoken(monkeypatch, tmp_path):
         return {'name': 'remote', 'mergeable_ranks': mergeable_ranks}
 
     constructors = {
-        # The ids 262 and 263 have no token.
         'small': lambda: encoding('small', {'<|endoftext|>': 265, '<|pad|>': 264}),
         'no_end': lambda: encoding('no_end', {}),
         'large': lambda: encoding('large', {'<|endoftext|>': 2**20}),
@@ -118,14 +125,20 @@ def test_an_encoding_without_an_end_of_text_gets_one_more_id(tiktoken):
 
 
 def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
+    """The name of a tokenizer has a hash of everything that decides the ids of a text.
+
+    That is a pattern that cuts texts into words, the ids of tokens, and the special tokens.
+    """
+
     def name(**changes):
+        """The name for an encoding 'a', of which `changes` replace some of the settings."""
         settings = {'pat_str': PATTERN, 'mergeable_ranks': ranks(), 'special_tokens': {}}
         encoding = tiktoken.Encoding('a', **(settings | changes))
         return TiktokenTokenizer(encoding).name
 
-    # The same merges, two of them in another order.
+    # Two tokens have changed their ids.
     other_ranks = ranks()
-    other_ranks[b'th'], other_ranks[b'ing'] = other_ranks[b'ing'], other_ranks[b'th']
+    other_ranks |= {b'th': ranks()[b'ing'], b'ing': ranks()[b'th']}
 
     names = [
         name(),
@@ -134,13 +147,20 @@ def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
         name(special_tokens={'<|endoftext|>': 262}),
     ]
     assert len(set(names)) == 4
-    for one_name in names:
-        assert one_name.startswith('tiktoken-a-')
+    for tokenizer_name in names:
+        assert tokenizer_name.startswith('tiktoken-a-')
+
+    # The same settings have the same name.
     assert name() == names[0]
 
 
 def test_files_that_are_not_in_the_cache_are_not_downloaded(tiktoken, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'requests', None)  # a download would fail
+    """An encoding whose file tiktoken would download is refused. The message says how to get it.
+
+    While an encoding is opened, the function of tiktoken that reads files is replaced.
+    """
+    # Without the library `requests`, a download would fail with another error.
+    monkeypatch.setitem(sys.modules, 'requests', None)
     read_file = tiktoken.load.read_file
 
     with refused(
@@ -150,7 +170,7 @@ def test_files_that_are_not_in_the_cache_are_not_downloaded(tiktoken, tmp_path, 
         TiktokenTokenizer.open('tiktoken:remote')
 
     assert not (tmp_path / 'cache').exists()
-    # The function of the library that downloads is in its place again.
+    # The function of the library is in its place again.
     assert tiktoken.load.read_file is read_file
 
 
@@ -173,6 +193,7 @@ def test_the_name_of_an_encoding_is_no_import_path():
 
 
 def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
+    """Tokens that `prepare` writes to a directory are those of the text, read with the encoding."""
     data = DataConfig(
         name='text',
         path=str(write_texts(tmp_path / 'texts')),
@@ -180,32 +201,39 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
         data_dir=str(tmp_path / 'data'),
     )
     dataset = load_text(data)
+    directory = tmp_path / 'made'
 
-    prepared = prepare(data, str(tmp_path / 'made'))
-    opened = load_text(DataConfig(name='tokens', path=str(tmp_path / 'made')))
+    prepared = prepare(data, str(directory))
+    opened = load_text(DataConfig(name='tokens', path=str(directory)))
 
     assert prepared.identity() == dataset.identity()
     assert opened.tokenizer.name == dataset.tokenizer.name
     assert opened.split('test').tolist() == dataset.split('test').tolist()
+
     # The library has the vocabulary, so that no file has.
-    assert not (tmp_path / 'made/tokenizer.json').exists()
+    assert not (directory / 'tokenizer.json').exists()
 
 
 def test_a_flag_names_an_encoding_or_tokens_of_it(tiktoken, tmp_path):
+    """A flag of the command line names a tokenizer, or a directory of tokens that it made."""
     data = DataConfig(
         name='text',
         path=str(write_texts(tmp_path / 'texts')),
         tokenizer='tiktoken:small',
         data_dir=str(tmp_path / 'data'),
     )
-    tokens = str(tmp_path / 'made')
-    expected_name = prepare(data, tokens).tokenizer.name
+    tokens_directory = str(tmp_path / 'made')
+    expected_name = prepare(data, tokens_directory).tokenizer.name
 
-    assert tokenizer_of_flag(tokens, '').name == expected_name
+    assert tokenizer_of_flag(tokens_directory, '').name == expected_name
     assert tokenizer_of_flag('tiktoken:small', '').name == expected_name
 
 
 def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
+    """Token files of another tool, here nanoGPT, are read as ids of a named encoding.
+
+    The encoding 'small' has the ids 0 to 265, and 265 ends a text.
+    """
     # The ids of 'the' and 'ing', three bytes each, and the separator, which counts as one.
     ids = np.array([257, 260, 265] * 30, np.uint16)
     directory = tmp_path / 'own'
