@@ -67,7 +67,7 @@ def unigram():
 
 
 def word_piece():
-    """A vocabulary like that of BERT."""
+    """A vocabulary like that of BERT: a word is split into its longest tokens, from the left."""
     trainer = trainers.WordPieceTrainer(
         vocab_size=600, special_tokens=['[UNK]'], show_progress=False
     )
@@ -85,14 +85,15 @@ OVERLAP = 400
 
 @pytest.fixture
 def encoded_lengths(monkeypatch):
-    """A list of the lengths of all pieces that are encoded.
+    """A list that gets the length of every piece of a text that is encoded, in characters.
 
-    The pieces have PIECE characters, and neighbours overlap by OVERLAP.
+    While a test uses it, pieces have PIECE characters by default, and neighbours share OVERLAP.
     """
     lengths = []
     encode = pieces._Piece.encode
 
     def encode_and_record(tokenizer, text, start, size):
+        """Replaces the function that encodes a piece: it also records the length."""
         piece = encode(tokenizer, text, start, size)
         lengths.append(piece.end - piece.start)
         return piece
@@ -152,6 +153,10 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train_tokenizer, encoded
 
 
 def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
+    """A long text is encoded in pieces of 2,000 characters, which are joined between words.
+
+    In a unigram model, each token depends on the whole word. So a piece grows until it has it all.
+    """
     library = unigram()
     word = 'ab' * 5000
     text = f'{TEXT[:5000]} {word} {TEXT[:5000]}'
@@ -164,6 +169,10 @@ def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
 
 
 def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encoded_lengths):
+    """A long text is encoded a piece at a time, which takes less memory than the whole.
+
+    The ids are those of the whole text.
+    """
     library = byte_level_bpe()
     path = str(tmp_path / 'a.json')
     library.save(path)
@@ -174,4 +183,5 @@ def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encod
 
     assert ids.dtype == np.uint16
     assert ids.tolist() == library.encode(document).ids
+    # No piece was longer than PIECE, 2,000 characters.
     assert max(encoded_lengths) == PIECE

@@ -187,6 +187,7 @@ def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_
 
 
 def test_a_separator_is_hidden_but_replaces_no_token():
+    """A masked token becomes the mask or a random token, but never the separator of documents."""
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=2)
     only_separators = np.full(6000, 2, np.uint8)
     dataset = token_dataset('letters', tokenizer, {'train': only_separators})
@@ -320,7 +321,7 @@ def test_every_id_and_every_answer_of_a_probe_turns_up(name):
     used_ids = np.union1d(batch['tokens_BT'], answers)
     assert used_ids.tolist() == list(range(rows.vocab_size))
 
-    # All answers are equally probable.
+    # All answers are equally probable, so guessing one has the loss log(number of answers).
     assert rows.unigram_nats('train') == pytest.approx(math.log(len(answers)))
 
 
@@ -349,14 +350,19 @@ def test_reversal_asks_for_the_first_half_backwards():
 
 
 def test_recall_asks_for_the_value_of_each_key():
+    """In the probe 'recall', a row has pairs of a key and a value, then the pairs once more.
+
+    At each key of the second half, the probe asks for the value of the key.
+    """
     for row in read_probe_rows('recall(pairs=4, keys=6, values=3)'):
         # Keys and values alternate: four pairs, then the same keys in another order.
         keys = row.tokens[0::2]
         assert max(keys) < 6
         assert sorted(keys[:4]) == sorted(keys[4:])
 
-        # The value of each repeated key is asked for.
+        # The second half begins at position 8, and every other position is a key.
         assert row.asked == [8, 10, 12, 14]
+        # The value stands behind the key's first place in the row.
         for first_place, answer in zip(row.first_places(), row.answers, strict=True):
             assert answer == row.tokens[first_place + 1]
 
@@ -384,8 +390,12 @@ def test_successor_asks_for_the_payload_of_the_next_key():
 
 
 def test_induction_asks_for_the_token_after_the_first_place():
+    """In the probe 'induction', some pairs of neighbours `a b` stand in a row twice.
+
+    At the second a, the probe asks for b, which stands behind the first a.
+    """
     for row in read_probe_rows('induction(length=23, repeats=3, symbols=18)'):
-        assert len(row.asked) == 3
+        assert len(row.asked) == 3  # one token for each of the three pairs
         for position, first_place, answer in zip(
             row.asked, row.first_places(), row.answers, strict=True
         ):
@@ -425,6 +435,10 @@ def test_no_row_of_a_probe_is_in_two_splits(name):
 
 @pytest.mark.parametrize('name', PROBES)
 def test_training_rows_of_a_probe_follow_their_draws(name):
+    """A training row is made from its draws, two numbers that seed a random generator.
+
+    The number of the row does not matter.
+    """
     rows = probe_rows(name)
     # Row 7 of this batch has the draws (5, 7).
     batch = read_rows(rows, 'train', range(50), seed=5)
@@ -433,12 +447,17 @@ def test_training_rows_of_a_probe_follow_their_draws(name):
 
     for key, array in batch.items():
         assert np.array_equal(again[key][0], array[7])
+    # Other draws make another row.
     assert not np.array_equal(again['tokens_BT'][0], again['tokens_BT'][1])
 
 
 @pytest.mark.parametrize('split', ['validation', 'test'])
 @pytest.mark.parametrize('name', PROBES)
 def test_evaluation_rows_of_a_probe_follow_their_numbers(name, split):
+    """A row of an evaluation is fixed by its number.
+
+    The draws, which seed a training row, do not matter.
+    """
     rows = probe_rows(name)
     batch = read_rows(rows, split, range(50), seed=5)
 

@@ -169,6 +169,10 @@ def test_a_finished_directory_is_left_as_it_is(text_config, prepared_dir, monkey
 
 
 def test_a_damaged_directory_is_made_again(text_config, prepared_dir, tmp_path, caplog):
+    """`prepare` compares the tokens in a directory with the hashes in their index, tokens.json.
+
+    If a file differs, it tokenizes the texts again, with a warning.
+    """
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
