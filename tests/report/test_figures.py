@@ -63,24 +63,37 @@ def grids(drawn):
 
 @pytest.fixture(scope='module')
 def drawn(tmp_path_factory):
-    """A study with every decision, and with arms that diverge or lack results."""
+    """The findings and figures of a study with every decision, drawn once for all tests.
+
+    Arms are the variants of attention that the study trains. The baseline is qk/vo. Beside an arm
+    for each decision, there are arms that diverge or lack results. The margin of equivalence is
+    0.004.
+    """
+    # The arms good/vo, bad/vo, same/vo and wide/vo, and one with a long name.
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.006))]
+    # Loss is drawn against parameters only if the numbers of parameters differ by over 1 %.
     for record in records:
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
-    # far/vo diverged at the last rate, lost/vo in all seeds, and half/vo in the first seed.
-    records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=RATES[-1:])
+
+    # The losses of far/vo are higher by 3, and it diverged at the last rate of the screening.
+    last_rate = RATES[-1]
+    records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=[last_rate])
+    # A loss of None is a trial that diverged: all 8 seeds of lost/vo, and the first of half/vo.
     records += tuned_arm('lost/vo', losses=[None] * 8)
-    records += tuned_arm('half/vo', losses=[None, *losses_around(0.0)[1:]])
+    losses_of_other_seeds = losses_around(0.0)[1:]
+    records += tuned_arm('half/vo', losses=[None, *losses_of_other_seeds])
+    # The study has declared late/vo, but has no results of it.
     without_results = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
 
     path = tmp_path_factory.mktemp('drawn') / 'study'
     write_tuned(path, records, declared=[without_results], num_evals=4, margin=0.004)
-    result = draw(path)
-    for figure in result.figure_by_name.values():
+    findings_and_figures = draw(path)
+    # matplotlib places texts and legends while it draws.
+    for figure in findings_and_figures.figure_by_name.values():
         with style_sheet():
             figure.draw_without_rendering()
-    return result
+    return findings_and_figures
 
 
 def test_a_forest_shows_every_declared_arm(drawn):
@@ -94,21 +107,30 @@ def test_a_forest_shows_every_declared_arm(drawn):
 
 
 def test_a_line_of_a_forest_shows_the_numbers_of_its_arm(drawn):
+    """A forest plot has a line for each arm: its difference in loss from the baseline.
+
+    A line has the mean difference, its interval, a mark for each seed, and a text.
+    """
     (ax,) = drawn.figure_by_name['verdicts'].axes
     (good_arm,) = [arm for arm in drawn.findings.arms if arm.variant == 'good/vo']
-    good = good_arm.difference
+    difference = good_arm.difference
 
+    # The text has the mean, the interval, and the verdict.
     texts = [text.get_text() for text in ax.texts]
-    assert f'{good.mean:+.4f} [{good.low:+.4f}, {good.high:+.4f}]  better' in texts
-    assert any(text.endswith('undecided  1 diverged') for text in texts)
+    interval = f'[{difference.low:+.4f}, {difference.high:+.4f}]'
+    assert f'{difference.mean:+.4f} {interval}  better' in texts
+    # One seed of half/vo diverged, so its verdict is undecided.
+    texts_of_half = [text for text in texts if text.endswith('undecided  1 diverged')]
+    assert texts_of_half != []
 
-    # good/vo is the first line.
+    # good/vo has the lowest mean, so it is the first line, with the first interval and marks.
     intervals = [c for c in ax.collections if c.get_label() == '95 % interval']
-    ends = intervals[0].get_segments()[0][:, 0]
-    assert ends == pytest.approx((good.low, good.high))
-    seeds = marks_at(ax, 'one seed')[0]
-    differences = good_arm.comparison.differences.values()
-    assert sorted(seeds) == pytest.approx(sorted(differences))
+    (segment,) = intervals[0].get_segments()
+    ends = segment[:, 0]  # the x values
+    assert ends == pytest.approx((difference.low, difference.high))
+    drawn_seeds = marks_at(ax, 'one seed')[0]
+    differences_of_seeds = good_arm.comparison.differences.values()
+    assert sorted(drawn_seeds) == pytest.approx(sorted(differences_of_seeds))
 
 
 def test_a_forest_has_a_band_of_the_margin(drawn):
@@ -120,22 +142,36 @@ def test_a_forest_has_a_band_of_the_margin(drawn):
 
 
 def test_an_arm_far_off_is_beyond_the_axis_of_a_forest(drawn):
+    """A forest plot has a line for each arm: its difference in loss from the baseline.
+
+    The difference of far/vo is 3, and those of all other arms are below 0.1. The x axis leaves out
+    an arm that is so far off.
+    """
     (ax,) = drawn.figure_by_name['verdicts'].axes
     right_edge = ax.get_xlim()[1]
     assert right_edge < 0.5
 
-    # far/vo is the last line with a mean.
+    # The lowest mean is the first line, so far/vo is the last line with a mean.
     means = np.concatenate(marks_at(ax, 'mean'))
-    assert (means[:-1] < 0.1).all()
-    assert means[-1] > right_edge
+    means_of_others = means[:-1]
+    mean_of_far = means[-1]
+    assert (means_of_others < 0.1).all()
+    assert mean_of_far > right_edge
 
-    # Arrowheads at the edge show its mean and its seeds.
+    # far/vo has two arrowheads at the edge: one for its mean and one for its seeds.
     arrowheads = np.concatenate(marks_at(ax, 'off the scale'))
     assert arrowheads.tolist() == [right_edge, right_edge]
 
 
 def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
+    """A forest plot has a line for each arm, with its mean, interval and seeds.
+
+    Here a line also has a reported range, from a publication. Numbers beyond an end of the x axis
+    are an arrowhead at this end.
+    """
+
     def make_line(name, mean, low, high):
+        """A line with one seed, and with a reported range of 0.1 around the mean."""
         reported = (mean - 0.1, mean + 0.1)
         return Line(name, mean, low, high, seeds=(mean,), reported=reported)
 
@@ -145,19 +181,23 @@ def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
         make_line('wide/vo', mean=0.1, low=-9.0, high=9.0),
         make_line('far/vo', mean=50.0, low=40.0, high=60.0),
     ]
-    names = [line.arm for line in lines]
+    styles_of_lines = styles([line.arm for line in lines], None)
+    # The largest numbers of the lines are 0.2, 0.2, 9 and 60, and their median is 4.6.
+    # Numbers above `far` times the median, 6.9, are left out of the x axis.
     with style_sheet():
-        (ax,) = forest({'': lines}, 'x', styles(names, None), far=1.5).axes
+        figure = forest({'': lines}, 'x', styles_of_lines, far=1.5)
 
+    (ax,) = figure.axes
     left, right = ax.get_xlim()
     arrowheads = [c for c in ax.collections if c.get_label() == 'off the scale']
     positions = [tuple(c.get_offsets()[0]) for c in arrowheads]
+    # Lines have y = 0, 1, 2, 3 from the top. in/vo and near/vo are within the axis.
     assert positions == [
-        (left, 2),  # wide/vo: lower end of the interval
-        (right, 2),  # wide/vo: upper end
-        (right, 3),  # far/vo: the reported interval
+        (left, 2),  # wide/vo: lower end of the interval, -9
+        (right, 2),  # wide/vo: upper end, 9
+        (right, 3),  # far/vo: the reported range
         (right, 3),  # far/vo: the mean and its interval
-        (right, 3.16),  # far/vo: the seed, a little below
+        (right, 3.16),  # far/vo: the seed, which is drawn a little below the mean
     ]
 
 
@@ -169,6 +209,10 @@ def lines_of_forest(number):
 
 @pytest.mark.parametrize('num_lines', [1, 2, 8])
 def test_texts_of_a_forest_do_not_overlap(num_lines):
+    """A forest plot has a line for each arm, with a name and a text.
+
+    Both are above the numbers of the line in a narrow figure.
+    """
     lines = lines_of_forest(num_lines)
     styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
@@ -177,9 +221,9 @@ def test_texts_of_a_forest_do_not_overlap(num_lines):
 
     (ax,) = figure.axes
     boxes = [text.get_bbox_patch().get_window_extent() for text in ax.texts]
-    assert len(boxes) == 2 * num_lines  # a name and a text on the right
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)
+    assert len(boxes) == 2 * num_lines  # a name and a text
+    for box, other_box in itertools.combinations(boxes, 2):
+        assert not box.overlaps(other_box)
 
 
 def panels_of_sweeps(drawn):
@@ -257,24 +301,31 @@ def test_a_sweep_marks_a_rate_that_diverged(drawn):
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):
+    """Each arm has a panel with its loss during training and that of the baseline, qk/vo."""
     figure = drawn.figure_by_name['curves']
     panels = {ax.get_title(loc='left'): ax for ax in figure.axes}
-    assert len(panels) == 7
+
+    # Of 9 arms beside the baseline, lost/vo has no finite loss and late/vo has no results.
+    assert len(panels) == 9 - 2
     assert 'qk/vo' not in panels
 
-    num_evals = 4
+    # The runs of this study have 4 evaluations each.
     for ax in panels.values():
-        assert len(line(ax, 'baseline qk/vo').get_ydata()) == num_evals
+        curve_of_baseline = line(ax, 'baseline qk/vo')
+        assert len(curve_of_baseline.get_ydata()) == 4
 
-    good = line(panels['good/vo'], 'the variant named above')
-    final_loss = good.get_ydata()[-1]
-    final_tokens = good.get_xdata()[-1]
+    # A curve is the mean over seeds. It ends at the final losses of good/vo: the baseline's - 0.03.
+    curve_of_good = line(panels['good/vo'], 'the variant named above')
+    final_loss = curve_of_good.get_ydata()[-1]
     assert final_loss == pytest.approx(np.mean(losses_around(-0.03)))
-    assert final_tokens == 400 * 768  # steps, times tokens of a batch
+    # The x axis counts tokens: 400 steps of 768 tokens.
+    final_tokens = curve_of_good.get_xdata()[-1]
+    assert final_tokens == 400 * 768
 
 
 def test_panels_of_long_names_have_whole_titles(study_dir):
-    # The names differ in the middle alone.
+    """Titles that would be cut to the same text are written in full."""
+    # The names differ in the middle alone, which is what a cut leaves out.
     long_names = ['low_rank(rank=4)/vo?num_kv_heads=1', 'low_rank(rank=8)/vo?num_kv_heads=1']
     records = []
     for name in ['qk/vo', *long_names]:
@@ -283,9 +334,13 @@ def test_panels_of_long_names_have_whole_titles(study_dir):
 
     figure_by_name = draw(study_dir).figure_by_name
 
+    # The sweeps have a panel of the baseline too, which is the first.
     for stem in ('sweep_learning_rate', 'curves'):
-        axes = figure_by_name[stem].axes
-        titles = [ax.get_title(loc='left').splitlines()[0] for ax in axes]
+        titles = []
+        for ax in figure_by_name[stem].axes:
+            # Lines below the first one have numbers.
+            first_line, *_ = ax.get_title(loc='left').splitlines()
+            titles.append(first_line)
         assert titles[-2:] == long_names
 
 
@@ -377,23 +432,28 @@ def contents(directory):
 
 
 def test_the_formats_asked_for_are_written(tmp_path):
-    write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
-    files = contents(tmp_path)
-    assert files.keys() == {'new.png', 'new.pdf'}
+    drawing = Drawing('new', one_line)
+    write_plots(tmp_path, [drawing], ['png', 'pdf'])
+    bytes_by_name = contents(tmp_path)
+    assert bytes_by_name.keys() == {'new.png', 'new.pdf'}
 
-    # The picture is not empty.
+    # The picture is not empty: over 1 % of its pixels are darker than the white background.
     image = imread(tmp_path / 'new.png')
-    is_dark = np.any(image[..., :3] < 0.9, axis=-1)
+    red_green_blue = image[..., :3]
+    is_dark = np.any(red_green_blue < 0.9, axis=-1)
     assert np.mean(is_dark) > 0.01
 
-    # The document has fonts that journals take, no bitmap, and no date.
-    assert b'/CIDFontType2' in files['new.pdf']
-    for mark in (b'/Type3', b'Subtype /Image', b'/CreationDate'):
-        assert mark not in files['new.pdf']
+    # The document has TrueType fonts (CIDFontType2), which journals take. They refuse Type 3.
+    document = bytes_by_name['new.pdf']
+    assert b'/CIDFontType2' in document
+    assert b'/Type3' not in document
+    # It has neither a bitmap nor a date.
+    assert b'Subtype /Image' not in document
+    assert b'/CreationDate' not in document
 
     # The same drawing gives the same bytes.
-    write_plots(tmp_path, [Drawing('new', one_line)], ['png', 'pdf'])
-    assert contents(tmp_path) == files
+    write_plots(tmp_path, [drawing], ['png', 'pdf'])
+    assert contents(tmp_path) == bytes_by_name
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path):
@@ -410,6 +470,10 @@ def test_a_picture_of_a_page_has_the_same_bytes_each_time():
 
 
 def test_labels_of_a_wide_forest_stand_beside_its_axes():
+    """A forest plot has a line for each arm, with a name and a text.
+
+    A wide figure has room for them in its margins.
+    """
     lines = lines_of_forest(3)
     styles_of_lines = styles([line.arm for line in lines], None)
     with style_sheet():
@@ -419,14 +483,14 @@ def test_labels_of_a_wide_forest_stand_beside_its_axes():
     (ax,) = figure.axes
     axes_box = ax.get_window_extent()
 
-    # Names of arms are left of the axes.
+    # Names of arms are left of the axes, and begin within the figure.
     names = [label.get_window_extent() for label in ax.get_yticklabels()]
     assert len(names) == 3
     for name in names:
         assert name.x0 >= 0
         assert name.x1 < axes_box.x0
 
-    # Texts are right of the axes.
+    # Texts are right of the axes, and end within the figure.
     texts = [text.get_window_extent() for text in ax.texts]
     assert len(texts) == 3
     for text in texts:
@@ -489,7 +553,13 @@ def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
 def test_a_caption_explains_a_choice_beside_the_vertex(
     chosen_rate, is_explained, study_dir, monkeypatch
 ):
+    """A sweep is an arm's losses at several rates, with a fitted parabola.
+
+    If the chosen rate is not that of the vertex, the caption says why.
+    """
+    # The losses of all arms lie on parabolas in ln(rate) whose vertex is at 0.004.
     findings = findings_of(write_tuned(study_dir, records_of_every_decision()))
+    # `chosen` is a cached property, so its value is set in the __dict__ of the sweep.
     for arm in findings.arms:
         sweep = arm.sweeps['learning_rate']
         monkeypatch.setitem(sweep.__dict__, 'chosen', chosen_rate)
@@ -500,46 +570,71 @@ def test_a_caption_explains_a_choice_beside_the_vertex(
 
 
 def test_laws_are_drawn_over_the_sizes(study_dir):
+    """A scaling law is a curve of loss against the number of parameters, fitted to several sizes.
+
+    The study has the baseline and the arm b/vo at the four sizes of SIZES. A parameter of b/vo is
+    worth 1.2 parameters of the baseline.
+    """
     write_tuned(study_dir, records_of_a_scaling_law(1.2))
 
     findings, figure_by_name = draw(study_dir)
 
+    # Verdicts have a panel for each size. Sweeps and curves have a figure for each size.
     titles = [ax.get_title(loc='left') for ax in figure_by_name['verdicts'].axes]
     assert titles == list(SIZES)
     assert 'sweep_learning_rate_4' in figure_by_name  # of the fourth size
     assert 'curves_4' in figure_by_name
+
+    # The law of b/vo has marks at the sizes that it was fitted to, in parameters.
     (ax,) = figure_by_name['loss_parameters'].axes
     (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
+    marks = line(ax, 'b/vo')
+    assert list(marks.get_xdata()) == pytest.approx(law.sizes)
+    # Its curve ends at the largest size, with the loss that the law gives there.
     curve = line(ax, '_law of b/vo')
-    assert curve.get_ydata()[-1] == pytest.approx(law.loss(law.sizes[-1]))
-    assert list(line(ax, 'b/vo').get_xdata()) == pytest.approx(law.sizes)
+    largest_size = law.sizes[-1]
+    assert curve.get_ydata()[-1] == pytest.approx(law.loss(largest_size))
 
 
 def test_colors_of_heat_maps_depend_on_signs():
+    """A heat map has a color for each number of an array [layers, heads].
+
+    The scale of colors begins at zero. If some numbers are negative, it is symmetric around zero.
+    """
     norms = np.array([[np.nan, 1.5], [2.0, 3.0]])
     drifts = np.array([[-2.0], [1.0]])
 
-    axes = attention_figure.heat_maps({'norm': norms, 'drift': drifts}).axes
+    figure = attention_figure.heat_maps({'norm': norms, 'drift': drifts})
 
-    # The limits begin at zero, or are symmetric around zero if some values are negative.
-    norm_image = axes[0].images[0]
-    drift_image = axes[1].images[0]
+    norm_axes = figure.axes[0]
+    drift_axes = figure.axes[1]
+    (norm_image,) = norm_axes.images
+    (drift_image,) = drift_axes.images
+    # The limits of the scale: the largest norm is 3, and the largest drift without its sign is 2.
     assert norm_image.get_clim() == (0, 3)
     assert drift_image.get_clim() == (-2, 2)
 
-    # NaN is masked.
+    # NaN is masked, so that it has no color of the scale.
     assert norm_image.get_array().mask.tolist() == [[True, False], [False, False]]
 
 
 def test_singular_values_are_relative_to_the_largest():
-    singular_values_of_heads = np.array([[4.0, 2.0, 1e-7], [0.0, 0.0, 0.0]])
-    layers = {0: singular_values_of_heads}
+    """Each head of a layer has a line of its singular values, divided by its largest one.
+
+    NaN is not drawn.
+    """
+    head_0 = [4.0, 2.0, 1e-7]
+    head_1 = [0.0, 0.0, 0.0]
+    layers = {0: np.array([head_0, head_1])}
 
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
 
-    # 1e-7 is a rounding error beside the largest, 4.
+    # 1e-7 is a rounding error beside the largest, 4, so it is left out.
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
+    # Zeros cannot be drawn on a logarithmic axis.
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
+
+    # The axis has plain numbers. The default labels of a logarithmic axis are TeX.
     label_of = ax.yaxis.get_major_formatter()
     assert label_of(1) == '1'
     assert label_of(0.01) == '0.01'
