@@ -54,12 +54,17 @@ class Storage:
     ) -> Path:
         """Writes a lease of process 12 on the machine `far`; returns its path.
 
+        A lease is a lock file that its holder renews by heartbeats. It is free once it has
+        expired. By default, the lease was renewed just now.
+
         Args:
-            run: Name of the run.
+            run: Name of the run that the lease gives the right to train.
             age: Seconds since the last heartbeat.
             expiry: Seconds after which the lease expires.
-            number: Number of the lease on a disk, where a run has the files RUN.0, RUN.1, ...
+            number: Number of the lease on a disk, where a run has the files RUN.0, RUN.1, ... The
+                highest number counts. In a bucket, a run has the one object RUN.
         """
+        # Whether a process of another machine lives is not known, so only the age counts.
         content = {'host': 'far', 'process': None, 'pid': 12, 'expiry': expiry}
         name = run if self.in_bucket else f'{run}.{number}'
         path = self.directory / name
@@ -120,11 +125,15 @@ def clock(monkeypatch):
 def call_before_the_next_take(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, race: Callable[[], None]
 ) -> None:
-    """Calls `race` once, after a process has found a lease free and before it takes the lease."""
+    """Makes the next `acquire` call `race`, after it found the lease free and before it takes it.
+
+    A lease is a lock file with an owner and a time. `race` is called once.
+    """
     lease_class = leases._Object if storage.in_bucket else leases._File
     take = lease_class.take
 
     def race_and_take(lease):
+        """Replaces `take` of a lease: restores the real one, and calls it after `race`."""
         monkeypatch.setattr(lease_class, 'take', take)
         race()
         take(lease)
@@ -139,37 +148,52 @@ def write_expired_leases(storage: Storage) -> None:
 
 @pytest.mark.parametrize('before', ['no lease', 'expired leases'])
 def test_two_processes_on_one_machine_do_not_both_take_a_lease(storage, monkeypatch, before):
+    """A lease is a lock file with an owner and a time. `acquire` returns None if it is not free.
+
+    Two callers find the same lease free, and only the first to take it gets it.
+    """
     if before == 'expired leases':
         write_expired_leases(storage)
-    winners = []
+    leases_of_first_caller = []
 
     def acquire_first():
-        winners.append(storage.acquire())
+        leases_of_first_caller.append(storage.acquire())
 
+    # The second caller finds the lease free. Before it takes the lease, the first caller does.
     call_before_the_next_take(monkeypatch, storage, acquire_first)
+    lease_of_second_caller = storage.acquire()
 
-    assert storage.acquire() is None
-    assert len(winners) == 1
-    assert winners[0] is not None
+    assert lease_of_second_caller is None
+    (lease_of_first_caller,) = leases_of_first_caller
+    assert lease_of_first_caller is not None
+    # Both callers are in this process.
     assert storage.holders()['run'].startswith(f'process {os.getpid()} on ')
-    winners[0].release()
+    lease_of_first_caller.release()
 
 
 @pytest.mark.parametrize('before', ['no lease', 'expired leases'])
 def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch, before):
+    """A lease is a lock file with an owner and a time. `acquire` returns None if it is not free.
+
+    This process finds the lease free, but another machine is faster to take it.
+    """
     next_number = 0
     if before == 'expired leases':
+        # On a disk, leases of a run are numbered. The expired ones are 9 and 10.
         write_expired_leases(storage)
         next_number = 11
-    written = []
+    leases_of_other_machine = []
 
     def write_first():
-        written.append(storage.write_lease('run', number=next_number))
+        """Writes the lease that process 12 on another machine takes."""
+        leases_of_other_machine.append(storage.write_lease('run', number=next_number))
 
+    # This process finds the lease free. Before it takes the lease, the other machine does.
     call_before_the_next_take(monkeypatch, storage, write_first)
+    lease_of_this_process = storage.acquire()
 
-    assert storage.acquire() is None
-    assert len(written) == 1
+    assert lease_of_this_process is None
+    assert len(leases_of_other_machine) == 1
     assert storage.holders()['run'].startswith('process 12 on ')
 
 
@@ -186,11 +210,18 @@ def test_a_holder_gives_up_before_its_lease_expires(disk_storage, clock):
 def test_failed_heartbeats_are_retried_until_they_are_late(
     disk_storage, monkeypatch, clock, frequent_heartbeats
 ):
+    """A lease is a lock file with an owner and a time, which heartbeats renew.
+
+    The lease is lost once the last heartbeat that worked is about EXPIRY seconds ago.
+
+    The test makes heartbeats fail, work again, fail again, and come late.
+    """
     renew = leases._File.renew
     behavior = 'work'
-    counts = Counter()
+    counts = Counter()  # heartbeats of each behavior
 
     def renew_with_behavior(lease):
+        """Replaces a heartbeat: renews the lease, unless `behavior` is to fail."""
         counts[behavior] += 1
         if behavior == 'fail':
             raise OSError(errno.EIO, 'Input/output error')
@@ -204,11 +235,13 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
 
     monkeypatch.setattr(leases._File, 'renew', renew_with_behavior)
     with disk_storage.acquire() as held:
+        # The last heartbeat that worked is half of the expiry ago.
         behavior = 'fail'
         wait_for_three_heartbeats()
         clock.seconds_ahead += 0.5 * EXPIRY
         assert not held.lost
 
+        # Heartbeats work again. Without them, the lease would be 1.4 times the expiry old.
         behavior = 'work'
         wait_for_three_heartbeats()
         clock.seconds_ahead += 0.9 * EXPIRY
@@ -223,8 +256,11 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
         clock.seconds_ahead += 0.9 * EXPIRY
         assert not held.lost
 
+        # A heartbeat takes 0.2 of the expiry, so the lease is 1.1 times the expiry old.
         behavior = 'come late'
         wait_until(lambda: held.lost)
+
+    # The end of the block stops the heartbeats and frees the lease.
     assert not held._thread.is_alive()
     assert disk_storage.holders() == {}
 
@@ -254,13 +290,19 @@ def test_a_holder_sees_that_its_lease_was_deleted(storage, frequent_heartbeats):
 
 @pytest.mark.parametrize('error', [None, SystemExit])
 def test_the_end_of_a_block_releases_the_lease(storage, error):
+    """A lease is a lock file with an owner and a time. `holders` gives {run: process}.
+
+    The block ends normally or by an error.
+    """
     with contextlib.suppress(SystemExit), storage.acquire() as held:
+        # A thread renews the lease. A second caller does not get it.
         assert held._thread.is_alive()
         assert storage.acquire() is None
         assert list(storage.holders()) == ['run']
         if error:
             raise error
 
+    # The thread has ended, and the run is free. A released lease does not count as lost.
     assert not held._thread.is_alive()
     assert not held.lost
     assert storage.holders() == {}
@@ -268,14 +310,20 @@ def test_the_end_of_a_block_releases_the_lease(storage, error):
 
 @pytest.mark.parametrize('error', [None, SystemExit])
 def test_a_released_lease_cannot_release_a_later_one(storage, error):
+    """A lease is a lock file with an owner and a time. Each lease is released once.
+
+    The block of the first lease ends normally or by an error.
+    """
     with contextlib.suppress(SystemExit), storage.acquire() as first:
         if error:
             raise error
 
+    # A second release of the first lease changes nothing, so the run is still held.
     with storage.acquire():
         first.release()
         assert storage.acquire() is None
 
+    # A bucket deletes a released lease. A disk has a file for each lease, which stays.
     if storage.in_bucket:
         assert storage.server.names('runs') == []
     else:
@@ -303,16 +351,23 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
     ],
 )
 def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, is_held):
-    """Ages are measured by the storage's clock, while this machine's clock is an hour ahead."""
+    """A lease holds a run until it was not renewed for `expiry` seconds. `age` is that time.
+
+    Ages are measured by the storage's clock, while this machine's clock is an hour ahead. A
+    negative age is a lease that was renewed in the future.
+    """
     if storage.in_bucket:
+        # The clock of the bucket is 10 hours ahead.
         storage.server.skew = datetime.timedelta(hours=10)
         make_directory(storage.directory)  # reads the storage's clock
+    # The lease of another machine.
     storage.write_lease('run', age, expiry)
     now = time.time
     monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
 
     lease = storage.acquire()
 
+    # `acquire` returns None if another process holds the lease.
     if is_held:
         assert lease is None
     else:
@@ -339,17 +394,19 @@ def test_a_damaged_lease_holds_for_the_usual_time(disk_storage, content):
 
 
 def test_a_lock_excludes_other_threads_which_wait(storage):
+    """Four threads count up under one lock, and each of them is counted."""
     lock = storage.directory / 'lock'
     counter = 0
 
     def add_one(_):
+        """Reads the counter, and writes it 10 ms later."""
         nonlocal counter
         with locked(lock):
             count = counter
             time.sleep(0.01)
             counter = count + 1
 
-    # Without the lock, threads would overwrite each other's count.
+    # Without the lock, threads would read the same count and overwrite each other's.
     with ThreadPoolExecutor(max_workers=4) as pool:
         list(pool.map(add_one, range(4)))
     assert counter == 4
@@ -379,11 +436,19 @@ def test_a_lock_in_a_bucket_can_be_lost(bucket_storage, frequent_heartbeats):
 def skip_sleep(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float, after: Callable[[], None]
 ) -> None:
-    """Each sleep of this thread takes no time, sets the clock ahead and calls `after`."""
+    """Makes a thread that waits for a lock wait in no time. Only the calling thread is changed.
+
+    Args:
+        monkeypatch: Replaces `sleep` for the test.
+        clock: The clock of leases, which each sleep sets ahead.
+        seconds: By how much it is set ahead, whatever the duration of the sleep.
+        after: What each sleep calls at its end.
+    """
     this_thread = threading.current_thread()
     really_sleep = time.sleep
 
     def sleep(duration):
+        """Replaces `time.sleep`: sets the clock ahead in this thread, sleeps in others."""
         if threading.current_thread() is this_thread:
             clock.seconds_ahead += seconds
             after()
@@ -401,17 +466,25 @@ def assert_waiting_is_logged(caplog):
 def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
     bucket_storage, caplog, monkeypatch, clock
 ):
+    """In a bucket, only the age of a lock tells whether a process of another machine holds it.
+
+    A process watches the lock for the 180 s after which it expires. Here it does not expire,
+    because process 12 on the machine `far` renews it.
+    """
     lock = bucket_storage.write_lease('lock', age=5.0)
     renewals = []
 
     def renew():
         renewals.append(bucket_storage.write_lease('lock', age=5.0))
 
+    # Each wait of this process counts as 90 s, and then the other machine renews the lock.
     skip_sleep(monkeypatch, clock, seconds=90.0, after=renew)
 
-    message = '^process 12 on far$'
-    with pytest.raises(BlockingIOError, match=message), locked(lock, wait=False):
+    # `wait=False` refuses a lock that is held, and names its holder.
+    holder = '^process 12 on far$'
+    with pytest.raises(BlockingIOError, match=holder), locked(lock, wait=False):
         pass
+    # After two waits, 180 s have passed.
     assert len(renewals) == 2
     assert_waiting_is_logged(caplog)
 
@@ -419,16 +492,25 @@ def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
 def test_a_lock_of_another_machine_is_taken_over_when_expired(
     bucket_storage, caplog, monkeypatch, clock
 ):
+    """In a bucket, only the age of a lock tells whether a process of another machine holds it.
+
+    Process 12 on the machine `far` does not renew its lock, which expires after 180 s. Then this
+    process gets the lock.
+    """
     lock = bucket_storage.write_lease('lock', age=5.0)
     ages = [5.0]
 
     def grow_older():
-        ages.append(ages[-1] + 90.0)
-        bucket_storage.set_age(lock, ages[-1])
+        age = ages[-1] + 90.0
+        ages.append(age)
+        bucket_storage.set_age(lock, age)
 
+    # Each wait of this process counts as 90 s, by which the lock grows older.
     skip_sleep(monkeypatch, clock, seconds=90.0, after=grow_older)
 
+    # A lock that is still held would be refused with an error.
     with locked(lock, wait=False):
         pass
-    assert ages == [5.0, 95.0, 185.0]  # the lock expires after 180 s
+    # At an age of 95 s the lock was still held, and at 185 s it had expired.
+    assert ages == [5.0, 95.0, 185.0]
     assert_waiting_is_logged(caplog)
