@@ -44,8 +44,14 @@ GOLDEN = Path(__file__).parent / 'golden'
 
 
 def write_decided_study(directory: Path) -> Path:
-    """Writes a study that has every decision, metrics of a probe and expected verdicts."""
+    """Writes a tuned study that has every decision, metrics of a probe and expected verdicts.
+
+    Arms are the variants of attention that a study trains. Beside an arm for each decision, there
+    is an arm with a long name, and there are arms without a bracketed rate, with a seed that
+    diverged, and without results.
+    """
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.1))]
+    # The values of the probe only have to differ between trials.
     for record in records:
         loss = record['val_loss']
         record |= {'val_induction_gain': 3 - loss, 'val_induction_accuracy': loss / 5}
@@ -53,8 +59,8 @@ def write_decided_study(directory: Path) -> Path:
     records += tuned_arm('edge/vo', losses=losses_around(0.02), optimum=RATES[-1])
     records += tuned_arm('lost/vo', losses=[None, *losses_around(0.0)[1:]])
 
-    # Noise, as intervals of exact sweeps are rounding errors. It has opposite signs in the two
-    # seeds of a rate, which are adjacent records.
+    # Screening losses lie on exact parabolas. Without noise, intervals would be rounding errors.
+    # The two seeds of a rate are adjacent records. Their noise has opposite signs.
     for place, record in enumerate(records):
         if record['stage'] == 'screening':
             sign = 1 if place % 2 == 0 else -1
@@ -63,6 +69,7 @@ def write_decided_study(directory: Path) -> Path:
             record['val_bits_per_byte'] = record['val_loss'] / math.log(2)
 
     without_results = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
+    # The verdict on bad/vo is as expected. good/vo is better, so its expectation fails.
     expected = ['bad/vo is worse', 'good/vo is not better']
     return write_tuned(
         directory, records, declared=[without_results], num_evals=4, expected=expected
@@ -70,8 +77,13 @@ def write_decided_study(directory: Path) -> Path:
 
 
 def write_described_study(directory: Path) -> Path:
-    """Writes an untuned study of four sizes. It has a scaling law, but no verdict."""
+    """Writes an untuned study of four sizes. It has a scaling law, but no verdict.
+
+    Variants are qk/vo, the baseline, and b/vo. Each has three seeds at each size. A fourth seed of
+    b/vo diverged at the largest size.
+    """
     records = []
+    # The verdict trials of the first three seeds become trials of a study without tuning.
     for tuned in records_of_a_scaling_law(1.2):
         seed = tuned['trial']['seed']
         if tuned['stage'] == 'verdict' and seed < 3:
@@ -85,6 +97,7 @@ def write_described_study(directory: Path) -> Path:
             )
             records.append(record)
 
+    # A loss of None is a trial that diverged.
     largest_size, d_model = list(SIZES.items())[-1]
     diverged = trial_record(
         'b/vo', largest_size, seed=3, learning_rate=3e-3, val_loss=None, d_model=d_model
@@ -155,16 +168,22 @@ def macro_name(kind: type, code) -> str:
 
 
 def clauses() -> str:
-    """A line with the sentence of each code, made with the data that its macro takes."""
+    """Returns a line 'remark_no_test: its trials have no test loss' for each code of a report.
+
+    A code is a finding of one kind: a remark on a study or arm, a reason of a verdict, or a problem
+    of a scaling law. A macro of a template makes its sentence. The arguments of the macro are the
+    data of the code, such as a loss or seeds.
+    """
     macros = macros_of_clauses()
     lines = []
     for kind, codes in CODES.items():
         for code in codes:
             name = macro_name(kind, code)
+            macro = getattr(macros, name)
             data = DATA | OTHER_DATA.get(name, {})
-            arguments = getattr(macros, name).arguments
-            coded = kind(code, {argument: data[argument] for argument in arguments})
-            sentence = prose.clause(coded, comparisons=7, intervals=True)
+            data_of_code = {argument: data[argument] for argument in macro.arguments}
+            finding = kind(code, data_of_code)
+            sentence = prose.clause(finding, comparisons=7, intervals=True)
             lines.append(f'{name}: {sentence}')
     return '\n'.join(lines) + '\n'
 
@@ -261,7 +280,11 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
 
 
 def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):
-    # For each seed, the loss on the further corpus. One run was not measured on it.
+    """The differences of a report are those of the main corpus, on which all arms lose the same.
+
+    A corpus is a collection of texts. A run may ask for losses on further ones (`evaluate`).
+    """
+    # For each seed, the loss on the further corpus. The second seed of b/vo has none.
     further_losses = {'qk/vo': [3.0, 3.5], 'b/vo': [2.5, None]}
     records = []
     for variant, losses_of_variant in further_losses.items():
@@ -277,15 +300,19 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
     findings = findings_of(study_dir)
     text = tables.report_markdown(findings)
 
-    # A mean needs all seeds of an arm. The difference is that on the main corpus.
-    rows = rows_of_csv(findings)
-    assert [arm['loss[stdlib@test]_mean'] for arm in rows] == ['3.25', '']
-    assert [arm['difference_mean'] for arm in rows] == ['', '0.0']
+    # The mean of qk/vo is that of 3.0 and 3.5. b/vo has no mean, because a seed has no loss.
+    row_of_baseline, row_of_b = rows_of_csv(findings)
+    assert row_of_baseline['loss[stdlib@test]_mean'] == '3.25'
+    assert row_of_b['loss[stdlib@test]_mean'] == ''
+    # b/vo has no difference from the baseline, qk/vo, on the main corpus.
+    assert row_of_baseline['difference_mean'] == ''
+    assert row_of_b['difference_mean'] == '0.0'
 
-    # Both texts have the losses, and one says that the corpus decides nothing.
+    # Both texts have the losses. The standard deviation of 3.0 and 3.5 is 0.5 / sqrt(2).
     for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
         assert part in text
         assert part in text_before
+    # Where plans ask for the corpus, the text also says that it decides nothing.
     note = 'also evaluated, and deciding nothing: stdlib@test'
     assert note in text
     assert note not in text_before
@@ -356,10 +383,15 @@ def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
 
 
 def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
+    """A report lists the settings of training that all variants of attention share.
+
+    Some are listed only where they are not the default.
+    """
     records = [trial_record('qk/vo'), trial_record('b/vo')]
     write_study(study_dir, records)
     text_of_defaults = '\n'.join(tables.settings(findings_of(study_dir)))
 
+    # By default, there is no z-loss, and tokens attend across documents.
     for record in records:
         studies.edit_plan(
             study_dir,
@@ -370,6 +402,7 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         )
     text = '\n'.join(tables.settings(findings_of(study_dir)))
 
+    # The schedule 'wsd' lowers the rate at the end, by default in the last tenth of the steps.
     schedule = 'to 0 of the peak in the last 0.1 of the steps'
     for setting in (schedule, 'z-loss 0.0001', 'within documents'):
         assert setting in text
@@ -430,35 +463,40 @@ def test_a_report_with_intervals_says_what_they_hold(study_dir):
 
 
 def test_hostile_names_are_text_in_every_file(study_dir):
+    """A name that has markup and control codes is shown as text by all files of a report."""
     # Markup of HTML, TeX and Markdown, and codes of terminals.
     name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
-    findings = findings_of(
-        write_study(
-            study_dir,
-            [trial_record('qk/vo'), trial_record(name)],
-            question=f'<img src=x onerror=alert(1)>{name}',
-            name=f'</title>{name}',
-        )
+    write_study(
+        study_dir,
+        [trial_record('qk/vo'), trial_record(name)],
+        question=f'<img src=x onerror=alert(1)>{name}',
+        name=f'</title>{name}',
     )
+    findings = findings_of(study_dir)
 
-    # The page shows markup as text.
-    page = Page(documents(findings, ())['report.html'])
+    # The page is made without pictures, so it has no tag <img> of its own.
+    html = documents(findings, ())['report.html']
+    page = Page(html)
     tags = {tag for tag, _ in page.tags}
     assert 'script' not in tags
     assert 'img' not in tags
-    first_line_of_name = name.split('\n')[0]
+    # It shows the markup of the name and of the question as text.
+    first_line_of_name, _ = name.split('\n')
     assert first_line_of_name in page.text
     assert '<img src=x onerror=alert(1)>' in page.text
 
-    # Markdown has no tags, and texts for terminals have no control codes.
-    document = tables.report_markdown(findings)
-    assert not re.search('<[a-z/!]', document)
-    for text in (tables.terminal_text(findings, study_dir), document, headline(findings)):
+    # Markdown has no tags.
+    markdown = tables.report_markdown(findings)
+    assert not re.search('<[a-z/!]', markdown)
+
+    # No text has control codes: escape sequences, or marks that turn the direction of writing.
+    for text in (tables.terminal_text(findings, study_dir), markdown, headline(findings)):
         assert '\x1b' not in text
         assert '\u202e' not in text
 
 
 def test_a_terminal_tells_long_names_apart(study_dir):
+    """A terminal has no room for long names. They are cut such that they still differ."""
     # The names differ in the middle alone.
     long_names = ['low_rank(rank=4)/vo?num_kv_heads=1', 'low_rank(rank=8)/vo?num_kv_heads=1']
     records = []
@@ -466,10 +504,12 @@ def test_a_terminal_tells_long_names_apart(study_dir):
         records += tuned_arm(name, losses=losses_around(0.0))
     findings = findings_of(write_tuned(study_dir, records))
 
+    # Two spaces separate the columns of the tables. The first column has the names.
     lines = tables.terminal_text(findings, study_dir).splitlines()
-    first_column = [line.split('  ')[0] for line in lines]
-    with_rank = [cell for cell in first_column if re.fullmatch(r'low_rank\S*rank=[48]\S*', cell)]
-    assert len(with_rank) == 2
+    first_cells = [line.split('  ')[0] for line in lines]
+    name_with_rank = re.compile(r'low_rank\S*rank=[48]\S*')
+    names_with_rank = [cell for cell in first_cells if name_with_rank.fullmatch(cell)]
+    assert len(names_with_rank) == 2
 
 
 def test_a_headline_names_a_baseline_without_results(study_dir):
@@ -482,10 +522,15 @@ def test_a_headline_names_a_baseline_without_results(study_dir):
 
 
 def test_text_tables_are_aligned():
+    """A bar in a title begins another line of the title. A line break in a cell is escaped."""
     align_left = True
     align_right = False
     columns_of_table = [('name', align_left), ('loss,|nats', align_right)]
-    text = text_table(columns_of_table, [['a\n', '1'], ['b', '23']])
+    rows = [['a\n', '1'], ['b', '23']]
+
+    text = text_table(columns_of_table, rows)
+
+    # Each column is as wide as its longest cell, and two spaces stand between columns.
     assert text.splitlines() == [
         'name  loss,',
         '       nats',
@@ -518,6 +563,7 @@ def test_a_report_writes_its_files(study_and_terminal_text):
 
 
 def test_a_page_is_self_contained(study_and_terminal_text):
+    """The page of a report is one file that needs neither other files nor the network."""
     study_dir, _ = study_and_terminal_text
     html = (study_dir / 'report.html').read_text()
     page = Page(html)
@@ -529,19 +575,20 @@ def test_a_page_is_self_contained(study_and_terminal_text):
     assert 'http' not in html
     assert '@import' not in html
 
-    # Links are pictures, or lead to a place of the page.
     links = []
     for _, attributes in page.tags:
         for name in ('src', 'srcset', 'href', 'action'):
             if name in attributes:
                 links.append(attributes[name])
+    # A link holds a picture, or leads to a place of the page, such as '#notes'.
     for link in links:
         assert link.startswith(('#', 'data:image/svg+xml;base64,'))
         if link.startswith('#'):
             assert link.removeprefix('#') in page.ids
+    # No id stands twice, so that each link leads to one place.
     assert len(page.ids) == len(set(page.ids))
 
-    # The figure of the differences has a second width.
+    # A <source> is the wide version of a figure. One figure of this study has two widths.
     assert tags.count('source') == 1
 
 
@@ -555,8 +602,12 @@ def decided_page(tmp_path_factory):
 
 
 def test_the_first_table_of_a_page_has_what_a_reader_looks_at_first(decided_page):
+    """The first table has few columns. A later table of the page has all of them."""
     heads = re.findall(r'<table class="">\n<thead>(.*?)</thead>', decided_page, re.DOTALL)
-    cells = re.split('<th [^>]*>', heads[0])[1:]
+    head_of_first_table = heads[0]
+    # A title begins after the tag <th ...>. What precedes the first tag is no title.
+    cells = re.split('<th [^>]*>', head_of_first_table)[1:]
+    # Its text ends at the next tag. The second line of a title is in a tag of its own.
     titles = [re.sub(r'<.*', '', cell).strip() for cell in cells]
     assert titles == [
         'variant',
@@ -602,27 +653,34 @@ def test_a_list_has_every_arm_below_its_verdict(decided_page):
 
 
 def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
+    """A scaling law is a curve of loss against the number of parameters N, such as 1.5 + 30 N^-0.3.
+
+    Its exponent is loose if the sizes of the study do not determine it.
+    """
+    # The losses of the study follow that law. A parameter of the arm is worth 1.2 of the baseline.
     findings = findings_of(write_tuned(tmp_path, records_of_a_scaling_law(1.2)))
-    baseline, arm = findings.scaling
+    scaling_of_baseline, scaling_of_arm = findings.scaling
     reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})
-    loose_law = dataclasses.replace(arm.law, loose=reason)
-    loose_arm = dataclasses.replace(arm, law=loose_law)
+    loose_law = dataclasses.replace(scaling_of_arm.law, loose=reason)
+    loose_scaling_of_arm = dataclasses.replace(scaling_of_arm, law=loose_law)
 
     def row_in_table_of_laws(scaling):
-        """The row of an arm, by heading."""
-        changed = dataclasses.replace(findings, scaling=(baseline, scaling))
-        (sheet,) = [sheet for sheet in tables.sheets(changed) if sheet.name == 'laws']
+        """The row of the arm, by heading, where `scaling` has the law of the arm."""
+        changed_findings = dataclasses.replace(findings, scaling=(scaling_of_baseline, scaling))
+        (sheet,) = [sheet for sheet in tables.sheets(changed_findings) if sheet.name == 'laws']
         headings = [name for name, _ in sheet.headings]
         row_of_arm = sheet.rows[1]  # below that of the baseline
         return dict(zip(headings, row_of_arm, strict=True))
 
-    determined = row_in_table_of_laws(arm)
-    loose = row_in_table_of_laws(loose_arm)
+    determined = row_in_table_of_laws(scaling_of_arm)
+    loose = row_in_table_of_laws(loose_scaling_of_arm)
 
+    # The column 'a' has the exponent. A cell without content is '-'.
     assert determined['a'].startswith('0.30')
     assert determined['no number, because'].startswith('-')
     assert loose['a'].startswith('-')
     assert loose['no number, because'].startswith('the sizes do not determine')
+
     # What a parameter is worth is known in both cases.
     assert determined['baseline parameters|per parameter'].startswith('1.200 [')
     assert loose['baseline parameters|per parameter'].startswith('1.200 [')
