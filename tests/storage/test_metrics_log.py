@@ -49,8 +49,13 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path, record):
     ],
 )
 def test_rewind_drops_what_follows_a_step(path, step, kept_steps, last_step):
+    """A run that resumes at a step rewinds its log to it, and writes the later steps again.
+
+    Step 0 is the start of a run, before which there are no records.
+    """
     write_steps(path, kept_steps)
-    expected = path.read_bytes()
+    expected_content = path.read_bytes()
+    # The line of step 60 is torn, as a crash leaves it, so it does not count.
     write_steps(path, [10, 20, 30, 40, 50], tail='{"step": 60, "lo')
     metrics = MetricsFile(path)
     assert metrics.last_step == 50
@@ -58,20 +63,28 @@ def test_rewind_drops_what_follows_a_step(path, step, kept_steps, last_step):
     metrics.rewind(step)
 
     assert metrics.last_step == last_step
-    assert path.read_bytes() == expected
+    assert path.read_bytes() == expected_content
+
+    # The next record follows the steps that were kept.
     metrics.append({'step': step + 10})
     assert steps_of(path) == [*kept_steps, step + 10]
 
 
 def test_rewind_drops_the_final_record_and_an_evaluation_if_asked(path):
+    """A run that resumes at a step writes its final record again.
+
+    It also evaluates again if the checkpoint of the step was made before the evaluation.
+    """
     write_steps(path, [10, 20])
     metrics = MetricsFile(path)
     metrics.append({'step': 20, 'kind': 'eval'})
     metrics.append({'step': 20, 'kind': 'final'})
 
+    # Of step 20, the record of training and the evaluation stay.
     metrics.rewind(20)
     assert steps_of(path) == [10, 20, 20]
 
+    # With evaluated=False, the evaluation is dropped too.
     metrics.rewind(20, evaluated=False)
     assert steps_of(path) == [10, 20]
 
@@ -88,8 +101,19 @@ def test_a_torn_last_line_is_repaired_at_the_first_append(path, tail):
     assert steps_of(path) == [1, 2, 3]
 
 
-@pytest.mark.parametrize('damage', ['{"step": 3, "lo', '', '[3]', '{"loss": 1}', '{"step": 1}'])
+@pytest.mark.parametrize(
+    'damage',
+    [
+        pytest.param('{"step": 3, "lo', id='cut off'),
+        pytest.param('', id='empty'),
+        pytest.param('[3]', id='not an object'),
+        pytest.param('{"loss": 1}', id='no step'),
+        pytest.param('{"step": 1}', id='step goes back'),
+    ],
+)
 def test_a_damaged_line_in_the_middle_is_refused(path, damage):
+    """A crash damages the last line alone. Damage before it is refused, and nothing is removed."""
+    # Lines 1 and 2 are whole, line 3 is damaged, and line 4 is whole.
     write_steps(path, [1, 2], tail=f'{damage}\n{{"step": 4}}\n')
     before = path.read_bytes()
 
@@ -130,21 +154,33 @@ def test_a_torn_line_after_the_checkpoint_is_dropped_silently(path, caplog, tail
 @pytest.mark.parametrize(
     ('tail', 'damage'),
     [
-        ('{"step": 1}\n', 'line 3 is damaged (step 1 comes after step 2)'),
-        ('{"step": 3}\n\0\0\n{"step": 9}\n', 'line 4 is damaged (it is not JSON'),
-        (
+        pytest.param(
+            '{"step": 1}\n',
+            'line 3 is damaged (step 1 comes after step 2)',
+            id='step goes back',
+        ),
+        pytest.param(
+            '{"step": 3}\n\0\0\n{"step": 9}\n',
+            'line 4 is damaged (it is not JSON',
+            id='zeros',
+        ),
+        pytest.param(
             '{"step": 3, "crc32": 1}\n{"step": 4}\n',
             'line 3 is damaged (its checksum does not',
+            id='wrong checksum',
         ),
     ],
 )
 def test_damage_after_the_checkpoint_is_dropped_with_a_warning(path, caplog, tail, damage):
+    """A run that resumes at a checkpoint does not need the lines that it wrote afterwards."""
+    # Lines 1 and 2 have the steps 1 and 2. `written` describes them, as a checkpoint stores it.
     written = write_checkpointed_log(path)
     before = path.read_bytes()
     append_text(path, tail)
 
     MetricsFile(path).rewind(2, written=written)
 
+    # All lines after the checkpoint are dropped. The warning names the damaged one.
     assert path.read_bytes() == before
     assert len(caplog.messages) == 1
     warning = caplog.messages[0]
@@ -164,9 +200,12 @@ def test_damage_behind_the_start_is_dropped(path, caplog):
 
 
 def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
+    """Lines before the checkpoint are not parsed: their checksum tells that they are unchanged."""
+    # The checkpoint is at step 999. `written` has the checksum of the 1000 lines up to it.
     write_steps(path, range(1000))
     written = MetricsFile(path).flush()
-    write_steps(path, range(1003))  # three lines after the checkpoint
+    # Three lines follow the checkpoint.
+    write_steps(path, range(1003))
     parse = Mock(wraps=metrics_log.parse_json)
     monkeypatch.setattr(metrics_log, 'parse_json', parse)
 
@@ -176,17 +215,20 @@ def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
     metrics.check()
 
     assert metrics.last_step == 1000
+    # Each line is parsed by one call. To parse all lines would take over 1000 calls.
     assert parse.call_count < 10
 
 
 @pytest.mark.parametrize('written_share', [0.0, 0.9])
 def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_share):
+    """A write on a full disk stores only a part of a line, or nothing."""
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
     before = path.read_bytes()
     file = metrics._file
 
     def write_a_share(data):
+        """Replaces `write` of the file: writes a share of the bytes; returns their number."""
         num_written = int(written_share * len(data))
         return file.write(data[:num_written])
 
@@ -196,7 +238,7 @@ def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_shar
         metrics.append({'step': 3, 'loss': 1.0})
     assert path.read_bytes() == before
 
-    # With room again, the next line follows the whole ones.
+    # Here the disk has room again. The next line follows the whole ones.
     metrics.append({'step': 3})
     metrics.close()
     line = json.dumps(with_checksum({'step': 3}))
@@ -204,10 +246,11 @@ def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_shar
 
 
 def write_log_with_an_evaluation(path) -> dict:
-    """Writes seven lines: six steps, with an evaluation after step 4.
+    """Writes a log of seven lines: six steps, with an evaluation after step 4.
 
-    Returns what the checkpoint of step 4 stores of the log: the number of lines, which is 5, and
-    their checksum.
+    Returns:
+        What a checkpoint at step 4 stores of the log: the number of lines up to the evaluation,
+        which is 5, and their checksum.
     """
     with contextlib.closing(MetricsFile(path)) as metrics:
         for step in (1, 2, 3, 4):
@@ -242,24 +285,34 @@ def replace_the_log(lines):
 @pytest.mark.parametrize(
     ('damage', 'message'),
     [
+        # A line has a checksum of its own.
         (edit_a_digit, 'line 1 is damaged .*check'),
+        # The next line, of step 5, takes the place of the evaluation.
         (remove_the_evaluation, '5 lines are not the 5 that the run has'),
         (remove_the_last_three_lines, '4 lines are not the 5'),
+        # The other line is whole, so only the checksum of all five lines tells.
         (replace_a_line, '5 lines are not'),
+        # A last line that is no record counts as torn, so no line is left.
         (replace_the_log, '0 lines are not the 5'),
     ],
 )
 def test_a_log_that_lacks_lines_of_its_checkpoint_is_refused(path, damage, message):
+    """A run cannot resume at a checkpoint if its log has changed before it.
+
+    The message says how many whole lines there are, and how many the checkpoint has.
+    """
+    # The log has 7 lines. The checkpoint of step 4 has the number and checksum of the first 5.
     written = write_log_with_an_evaluation(path)
     lines = path.read_bytes().splitlines(keepends=True)
     damage(lines)
-    damaged = b''.join(lines)
-    path.write_bytes(damaged)
+    damaged_content = b''.join(lines)
+    path.write_bytes(damaged_content)
 
     with pytest.raises(RunDirectoryError, match=rf'metrics\.jsonl[,:] .*{message}'):
         MetricsFile(path).rewind(4, written=written)
 
-    assert path.read_bytes() == damaged
+    # Nothing is removed from the log.
+    assert path.read_bytes() == damaged_content
 
 
 def test_a_log_is_rewound_to_the_lines_of_its_checkpoint(path):
@@ -307,15 +360,17 @@ def test_metrics_reach_a_bucket_at_flush(bucket):
 
 
 def test_a_log_in_a_bucket_is_continued(bucket):
+    """A resumed run reads its log from an object store, and replaces the steps that it repeats."""
     path = make_directory('gs://runs/a') / 'metrics.jsonl'
     metrics = MetricsFile(path)
     metrics.append({'step': 1})
     metrics.append({'step': 2})
     metrics.close()
 
-    with contextlib.closing(MetricsFile(path)) as metrics:
-        assert metrics.last_step == 2
-        metrics.rewind(1)
-        metrics.append({'step': 2, 'again': True})
+    # The run resumes at step 1, and writes step 2 again.
+    with contextlib.closing(MetricsFile(path)) as resumed_metrics:
+        assert resumed_metrics.last_step == 2
+        resumed_metrics.rewind(1)
+        resumed_metrics.append({'step': 2, 'again': True})
 
     assert read_metrics(path) == [{'step': 1}, {'step': 2, 'again': True}]

@@ -33,29 +33,34 @@ def open_sinks(directory: Path, *sinks: str, config: Config = CONFIG, step: int 
 
 
 def read_events(path: Path) -> Iterator[Any]:
-    """Reads the events in a TensorBoard file."""
+    """Yields the events in a TensorBoard file. The test is skipped without tensorboardX."""
     tensorboardx = pytest.importorskip('tensorboardX')
     content = path.read_bytes()
     offset = 0
     while offset < len(content):
-        # Length (8 bytes), its checksum (4), the event, and the event's checksum (4).
+        # A record has its length (8 bytes), a checksum of it (4), the event, and a checksum (4).
         (length,) = struct.unpack_from('Q', content, offset)
-        start = offset + 12
+        start = offset + 8 + 4
         end = start + length
-        yield tensorboardx.proto.event_pb2.Event.FromString(content[start:end])
+        event = content[start:end]
+        yield tensorboardx.proto.event_pb2.Event.FromString(event)
         offset = end + 4
 
 
 def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
     """Reads the event files of a trial, as TensorBoard does.
 
-    Returns {name: {step: value}}, such as {'train/loss': {1: 4.1, 2: 4.0}}.
+    A run writes an event file at each start. A resumed run repeats steps of the file before.
+
+    Returns:
+        {name: {step: value}}, such as {'train/loss': {1: 4.1, 2: 4.0}}.
     """
     series: dict[str, dict[int, float]] = {}
+    # From the oldest to the newest.
     paths = sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns)
     for path in paths:
         for event in read_events(path):
-            # A start of a run removes the values from its first step on.
+            # Each start writes this event, with its first step. Values from this step on go.
             if event.HasField('session_log'):
                 for values in series.values():
                     for step in list(values):
@@ -63,6 +68,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
                             del values[step]
             for value in event.summary.value:
                 values = series.setdefault(value.tag, {})
+                # No value is replaced in silence.
                 assert event.step not in values
                 values[event.step] = value.simple_value
     return series
@@ -100,10 +106,14 @@ def test_sinks_do_not_change_the_fingerprint(sinks):
 
 
 def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
+    """A sink receives the records of a run, as a logger such as TensorBoard does.
+
+    The run has four trials. The sink of this test writes [step, {KIND/NAME: values}] to a file.
+    """
     sinks = open_sinks(tmp_path, WRITING_SINK)
 
     sinks.write({'kind': 'train', 'step': 2, 'loss': np.arange(4.0)})
-    # The first trial has diverged. Only lists of numbers are given to sinks.
+    # The second trial has no loss, because it has diverged.
     final_record = {
         'kind': 'final',
         'step': 2,
@@ -118,18 +128,22 @@ def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
 
     train_line, final_line, last_line = read_written(tmp_path)
     assert train_line == [2, {'train/loss': [0, 1, 2, 3]}]
+    # Only lists of numbers are given to sinks, with NaN for a trial that has diverged.
     nan = pytest.approx(np.nan, nan_ok=True)
     assert final_line == [2, {'final/val_loss': [1.5, nan, 2.5, 3.5]}]
     assert last_line == 'closed'
 
 
 def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
+    """The four trials of the run are trained together, so they have one speed."""
     sinks = open_sinks(tmp_path, WRITING_SINK)
 
     sinks.write({'kind': 'train', 'step': 2, 'tokens_per_second': 3.5, 'mfu': 0.25})
     sinks.close()
 
-    step, values = read_written(tmp_path)[0]
+    # The sink has written [step, values] and a line at its end.
+    first_line, _ = read_written(tmp_path)
+    step, values = first_line
     assert step == 2
     assert values == {
         'train/tokens_per_second': [3.5, 3.5, 3.5, 3.5],
@@ -138,15 +152,22 @@ def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
 
 
 def test_a_sink_that_fails_is_dropped(tmp_path, caplog):
+    """A sink receives the records of a run, as TensorBoard does.
+
+    The first of two sinks fails at step 1. It is not called at step 2, and not closed.
+    """
     sinks = open_sinks(tmp_path, f'{WRITING_SINK}(fails_at=1)', 'tensorboard')
 
+    # The loss of the run's four trials equals the step.
     for step in (1, 2):
         sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
     sinks.close()
 
+    # A write at step 2 and a close would each have added a line.
     assert not read_written(tmp_path)
     warning = 'failed, and the run continues without it: OSError: no room'
     assert caplog.text.count(warning) == 1
+
     # The other sink goes on.
     values = tensorboard_values(tmp_path / 'tensorboard' / LAST_TRIAL)
     assert values == {'train/loss': {1: 1.0, 2: 2.0}}
@@ -157,14 +178,19 @@ def test_a_single_trial_has_no_name():
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
+    """A run is killed at step 6, and resumes at step 4. TensorBoard shows each step once."""
+
     def write_losses(first_step, last_step, offset):
+        """Starts the run at a step, with the loss `offset` + step at each step."""
         sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=first_step - 1)
         for step in range(first_step, last_step + 1):
             sinks.write({'kind': 'train', 'step': step, 'loss': [offset + step]})
 
-    write_losses(first_step=1, last_step=6, offset=0)  # then the run is killed
+    write_losses(first_step=1, last_step=6, offset=0)
+    # The run is killed, so its sinks are not closed.
     write_losses(first_step=5, last_step=8, offset=100)
 
+    # From step 5 on, the losses are those of the second start.
     values = tensorboard_values(tmp_path / 'tensorboard')['train/loss']
     assert values == {1: 1, 2: 2, 3: 3, 4: 4, 5: 105, 6: 106, 7: 107, 8: 108}
 
@@ -203,6 +229,10 @@ def test_a_sink_with_options_is_refused_in_a_bucket_too(bucket):
 
 
 def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch):
+    """Weights & Biases (wandb) logs a run under an ID, which is stored in the run's directory.
+
+    The run starts at step 0, and resumes at step 2. Each start has two steps.
+    """
     wandb = pytest.importorskip('wandb', reason='wandb is not installed')
     monkeypatch.setenv('WANDB_MODE', 'offline')
     monkeypatch.setenv('WANDB_SILENT', 'true')
@@ -212,14 +242,18 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
         sinks = open_sinks(tmp_path, 'wandb(project="x")', step=start)
         run_ids.append(wandb.run.id)
         assert wandb.run.project == 'x'
+        # The width of the default config.
         assert wandb.run.config['model']['d_model'] == 128
 
+        # The loss of the run's four trials equals the step.
         for step in (start + 1, start + 2):
             sinks.write({'kind': 'train', 'step': step, 'loss': np.full(4, step)})
-        # A step is logged when the next one begins.
+        # wandb logs a step when the next one begins, so the second step is not logged yet.
         assert wandb.run.summary[f'train/loss/{LAST_TRIAL}'] == start + 1
         sinks.close()
 
+    # Both starts have the stored ID. Offline, wandb writes a file for each start.
     stored_id = (tmp_path / 'wandb/id').read_text()
     assert run_ids == [stored_id, stored_id]
-    assert len(list(tmp_path.glob('wandb/offline-run-*/*.wandb'))) == 2
+    files = list(tmp_path.glob('wandb/offline-run-*/*.wandb'))
+    assert len(files) == 2
