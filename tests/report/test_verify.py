@@ -26,18 +26,26 @@ def figures_are_not_rendered():
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory, figures_are_not_rendered):
-    """A tuned study, its runs named by the hashes of their configs, with its report."""
-    mean_losses = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
+    """The directory of a tuned study with its report, which is written once for all tests.
+
+    The baseline is qk/vo. qk/no_o has higher losses, and qk/no_v has lower ones.
+    """
+    lowest_losses = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
     records = []
-    for place, (variant, mean_loss) in enumerate(mean_losses.items()):
-        losses = [mean_loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
+    for place, (variant, lowest_loss) in enumerate(lowest_losses.items()):
+        # Losses differ between seeds, and so do their differences from the baseline.
+        losses = [lowest_loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         for trial in studies.tuned_arm(variant, losses=losses):
-            # With a metric from outside the package, and with a loss on a further corpus.
+            # Each trial has a value of a metric from outside the package.
             with_metric = studies.outside_record('qk/vo', 1 / trial['val_loss']) | trial
+            # It also has a loss on a further corpus, a collection of texts.
             further_loss = 1 + trial['val_loss']
             records.append(studies.on_corpus(with_metric, 'stdlib@test', further_loss))
+
+    # A check compares the name of each run with the hash of its config.
+    records = studies.named_by_hash(records)
     directory = tmp_path_factory.mktemp('verify') / 'study'
-    studies.write_tuned(directory, studies.named_by_hash(records))
+    studies.write_tuned(directory, records)
     report.write_report(directory)
     return directory
 
@@ -70,9 +78,14 @@ def path_of_file(study, name):
 
 
 def change_file(study, name, keys, change):
-    """Applies `change` to the value that is found by `keys` in a file, or removes the file.
+    """Changes a file of a study, as somebody could do by hand.
 
-    With keys (-1, 'test_loss'), that is `test_loss` in the last line.
+    Args:
+        study: Directory of the study.
+        name: Name of the file; see `path_of_file`.
+        keys: Where the value to change is. In a file of lines, (-1, 'test_loss') is `test_loss` in
+            the last line. A .csv file is changed as one text, without keys.
+        change: Function from the value to the one that replaces it. None removes the file.
     """
     path = path_of_file(study, name)
     if change is None:
@@ -233,19 +246,26 @@ def test_a_report_on_screening_alone_is_no_look(tmp_path):
 
 
 def test_a_report_is_made_again_from_an_export(written, tmp_path):
-    kept = report.export(written, tmp_path / 'kept')
+    """An exported study has its logs in a zip, without checkpoints, and the tables of a report."""
+    exported = report.export(written, tmp_path / 'kept')
 
-    names = {path.name for path in kept.iterdir()}
+    names = {path.name for path in exported.iterdir()}
     logs = {'study.json', 'ledger.jsonl', 'yardsticks.json', 'logs.zip'}
     assert names == logs | {'table.md', 'table.csv'}
-    assert check_study(kept) == check_study(written)
 
-    report.write_report(kept)
+    # A check counts the numbers in the tables, and finds that all follow from the logs.
+    num_numbers = check_study(written)
+    assert check_study(exported) == num_numbers
+
+    # The ledger records readings of results. The same results are not recorded again.
+    report.write_report(exported)
     for name in ('report.html', 'ledger.jsonl'):
-        assert (kept / name).read_text() == (written / name).read_text()
+        assert (exported / name).read_text() == (written / name).read_text()
 
 
 def test_an_export_warns_of_paths_of_this_machine(tmp_path, caplog):
+    """An exported study may be published, and a path such as /home/ann tells a user's name."""
+    # The 'a/b' of the question is no path from the root, so it is not warned of.
     study = studies.write_study(
         tmp_path / 'study',
         [studies.trial_record('qk/vo')],
@@ -253,19 +273,24 @@ def test_an_export_warns_of_paths_of_this_machine(tmp_path, caplog):
         command='python -m experiments.ablate --workdir=/home/ann/a',
     )
     report.export(study, tmp_path / 'kept')
+
+    # The only warning names the field with a path, `command`.
     assert len(caplog.records) == 1
     warning = caplog.records[0].message
     assert 'kept/study.json contains paths of this machine in command; they stay' in warning
 
 
 def test_an_export_replaces_nothing_but_exports_of_its_study(written, tmp_path):
+    """An export to a directory or file that holds anything else is refused."""
     file = tmp_path / 'mine.txt'
     file.write_text('precious')
     other_study = studies.write_study(
         tmp_path / 'other', [studies.trial_record('qk/vo')], name='another'
     )
+    # A study in the form in which it is trained is no export, even of the same study.
     copy_of_study = shutil.copytree(written, tmp_path / 'run')
 
+    # `tmp_path` is a directory that holds all of these but `written`.
     for destination in (tmp_path, file, written, other_study, copy_of_study):
         with pytest.raises(ReportError, match='holds something other than an export of study'):
             report.export(written, destination)
@@ -288,19 +313,27 @@ def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
 
 
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
+    """A headline is the table of a study in a page such as a README, between two comments.
+
+    `check_page` compares it with the study, or writes it, and returns the number of headlines.
+    """
+    # The study is in the directory `kept` beside the page. Its table is missing in the page.
     page = tmp_path / 'README.md'
     page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
+    # The table should begin in line 3, where the page has the comment of its end.
     with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
         check_page(page)
 
-    # Written again, the page has the table of the study in its one block.
+    # Once it is written, the page has the table.
     assert check_page(page, write=True) == 1
     assert check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant')
-    assert 'after 1.5' in text
+    # The losses of qk/no_v are about 0.095 below the baseline's, which is better.
     assert '| qk/no_v | -0.09' in text
     assert '| better at this length |' in text
+    # Text outside of the comments stays.
+    assert 'after 1.5' in text
 
     # A number of the table is changed by hand.
     page.write_text(text.replace('-0.09', '-0.10', 1))

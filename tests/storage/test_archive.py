@@ -27,7 +27,14 @@ def open_archive(content: bytes) -> Archive:
 def archive_of_member(
     name='a', content=b'text', method=zipfile.ZIP_DEFLATED, kind=stat.S_IFREG
 ) -> bytes:
-    """A zip file with one member, whose `kind` is a file type of `stat`."""
+    """Returns the bytes of a zip file with one member, by default a compressed file of 4 bytes.
+
+    Args:
+        name: Name of the member.
+        content: Content of the member.
+        method: How the content is compressed.
+        kind: File type of the member, a constant of `stat`.
+    """
     member = zipfile.ZipInfo(name)
     member.compress_type = method
     member.external_attr = kind << 16  # a Unix mode is in the upper 16 bits
@@ -190,16 +197,19 @@ def test_a_member_that_is_no_plain_file_of_bounded_size_is_refused(content, mess
 
 
 def test_a_member_that_unpacks_to_more_than_it_declares_takes_no_memory():
+    """A zip bomb is a small archive that unpacks to much more than its directory says."""
+    # The member `a` has 100 MiB of zeros, and declares 10 bytes.
     bomb = archive_of_member(content=bytes(100 * MIB))
-    bomb = with_field(bomb, SIZE, 10)  # declares 10 bytes
+    bomb = with_field(bomb, SIZE, 10)
 
+    # Opening the archive checks its members, and unpacks no more than they declare.
     tracemalloc.start()
     with pytest.raises(ReportError, match='member a is damaged .*; restore it from a copy'):
         open_archive(bomb)
-    _, peak = tracemalloc.get_traced_memory()
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert peak < MIB
+    assert peak_bytes < MIB
 
 
 @pytest.mark.parametrize(

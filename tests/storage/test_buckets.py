@@ -32,15 +32,21 @@ def test_text_and_bytes_are_written_to_a_bucket(bucket):
 
 
 def test_a_bucket_url_has_the_methods_of_a_path(bucket):
+    """A bucket is an object store without directories. `gs://runs/a/b` is an object of `runs`."""
     path = make_directory('gs://runs/a')
     write_atomic(path / 'b', 'text')
     write_atomic(path / 'c' / 'd', 'text')
 
-    assert sorted(child.name for child in path.iterdir()) == ['b', 'c']
+    # The names of the objects, a/b and a/c/d, count as paths of files.
+    names_of_children = sorted(child.name for child in path.iterdir())
+    assert names_of_children == ['b', 'c']
     assert path.is_dir()
     assert not path.is_file()
     assert (path / 'b').is_file()
-    assert [str(match) for match in path.glob('c/*')] == ['gs://runs/a/c/d']
+    matches = [str(match) for match in path.glob('c/*')]
+    assert matches == ['gs://runs/a/c/d']
+
+    # A path of a bucket stays as it is.
     assert as_path(path / 'b') == path / 'b'
 
 
@@ -55,22 +61,26 @@ def test_listings_of_a_bucket_are_not_cached(bucket):
 
 
 def test_a_file_is_uploaded_whole_or_not_at_all(bucket):
+    """`replacing` gives a temporary file of this machine, and uploads it at the end of a block."""
     path = as_path('gs://runs/model.bin')
-    data = bytes(range(256)) * 40_000  # large enough for a resumable upload
+    content = bytes(range(256)) * 40_000  # large enough for an upload in several requests
 
+    # An error in the block prevents the upload, so the bucket `runs` stays empty.
     with pytest.raises(ValueError, match='halfway'), replacing(path) as temporary:
-        temporary.write_bytes(data)
+        temporary.write_bytes(content)
         raise ValueError('halfway')
     assert bucket.names('runs') == []
 
+    # Without an error, the whole file is uploaded.
     with replacing(path) as temporary:
-        temporary.write_bytes(data)
+        temporary.write_bytes(content)
     assert bucket.names('runs') == ['model.bin']
-    assert bucket.read('runs', 'model.bin') == data
+    assert bucket.read('runs', 'model.bin') == content
 
+    # `local_copy` downloads it.
     with local_copy(path) as local:
         assert local.name == 'model.bin'
-        assert local.read_bytes() == data
+        assert local.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -89,9 +99,15 @@ def test_an_unusable_bucket_is_refused_in_one_sentence(bucket, url, message):
 
 @pytest.mark.parametrize('server_is', ['silent', 'absent'])
 def test_a_bucket_that_does_not_answer_is_refused_soon(bucket, monkeypatch, server_is):
-    monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
-    buckets._client.cache_clear()
+    """A bucket is opened by a request to its server, which is given up after PATIENCE seconds.
 
+    A silent server takes the connection, but does not answer. At the port of an absent server,
+    nobody listens.
+    """
+    monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
+    buckets._client.cache_clear()  # drops the client of the fixture's server
+
+    # The operating system takes connections of a server that never calls `accept`.
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv('STORAGE_EMULATOR_HOST', f'http://127.0.0.1:{port}')
@@ -103,9 +119,14 @@ def test_a_bucket_that_does_not_answer_is_refused_soon(bucket, monkeypatch, serv
 
 
 def test_a_bucket_without_credentials_is_refused_soon(bucket, monkeypatch, tmp_path):
-    monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
-    buckets._client.cache_clear()
+    """A bucket of Google needs credentials. The search for them ends after PATIENCE seconds.
+
+    The message advises to log in by `gcloud auth`.
+    """
+    # Without this variable, the server of the fixture `bucket` is not used.
     monkeypatch.delenv('STORAGE_EMULATOR_HOST', raising=False)
+    buckets._client.cache_clear()
+    monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
 
     # No credentials are found in files, variables or the metadata server.
     monkeypatch.setenv('HOME', str(tmp_path))
@@ -118,13 +139,14 @@ def test_a_bucket_without_credentials_is_refused_soon(bucket, monkeypatch, tmp_p
 
 
 def test_a_lost_connection_is_not_a_wrong_setting(bucket, monkeypatch):
+    """A bucket is opened while its server answers. The server is gone when a file is written."""
     path = as_path('gs://runs/a')
 
-    monkeypatch.setattr(buckets, 'PATIENCE', 0.1)
+    monkeypatch.setattr(buckets, 'PATIENCE', 0.1)  # seconds
     buckets._client.cache_clear()  # drops open connections
     bucket.shutdown()
     bucket.server_close()
 
-    # A wrong setting would be a RunDirectoryError.
+    # A bucket that cannot be reached at first is a wrong setting, a RunDirectoryError.
     with pytest.raises(ConnectionError, match='gs://runs cannot be reached'):
         write_atomic(path, 'x')

@@ -39,14 +39,22 @@ def permissions(path):
 
 @pytest.mark.parametrize('mask', [0o002, 0o077])
 def test_a_replaced_file_has_the_mode_of_the_umask(file, mask):
-    leftover = file.with_name('file.tmp')  # of a killed writer
+    """`replacing` gives a temporary file, which replaces `file` at the end of the block.
+
+    The umask of a user says which permissions the user's files do not have. A file that only its
+    owner can read (0o600) would be of no use to others.
+    """
+    # A writer that was killed has left its temporary file behind.
+    leftover = file.with_name('file.tmp')
     leftover.touch(0o600)
 
+    # A library in the block replaces the temporary file by one of its own.
     with umask(mask), replacing(file) as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch(0o600)
         temporary.write_text('after')
 
+    # Any user may read and write (0o666), without what the mask takes away.
     assert file.read_text() == 'after'
     assert permissions(file) == 0o666 & ~mask
 

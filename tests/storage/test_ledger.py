@@ -30,7 +30,10 @@ def append_line(path, line):
 
 
 def add_run(study, name):
-    """Writes a planned run with a result and logs to a study directory."""
+    """Writes a run of a study: its line of the plan, its result, and its logs.
+
+    The result has a loss, and a value of a metric from outside the package, top_3.
+    """
     result = {
         'run': name,
         'status': 'finished',
@@ -136,23 +139,30 @@ def test_a_look_at_unchanged_results_is_not_recorded(extended_study):
 
 
 def test_a_look_at_changed_results_is_recorded(extended_study):
-    # Arms were added since the first look.
+    """A ledger records each look, a reading of the results of a study.
+
+    `record_look` returns whether it recorded a look, which it does where results have changed.
+    """
+    # After look 1, arms were added to study.json. So this is look 2.
     assert ledger.record_look(extended_study)
 
+    # A run is planned, which is look 3.
     append_line(extended_study / 'plan.jsonl', {'run': 'b', 'directory': 'runs/b'})
     assert ledger.record_look(extended_study)
 
+    # The run has losses of documents, which is look 4. Then nothing has changed.
     write_atomic(extended_study / 'runs/b/documents.json', '{}')
     assert ledger.record_look(extended_study)
     assert not ledger.record_look(extended_study)
 
-    # Training losses are not results, but evaluations are.
+    # Training losses are not results, but evaluations are, which is look 5.
     metrics = extended_study / 'runs/b/metrics.jsonl'
     write_atomic(metrics, '{"kind": "train", "loss": 2.0}\n')
     assert not ledger.record_look(extended_study)
     write_atomic(metrics, '{"kind": "eval", "val_loss": [2.0]}\n')
     assert ledger.record_look(extended_study)
-    assert read_ledger(extended_study).entries[-1]['look'] == 5
+    last_entry = read_ledger(extended_study).entries[-1]
+    assert last_entry['look'] == 5
 
 
 def with_another_margin(line):

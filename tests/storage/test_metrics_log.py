@@ -215,7 +215,7 @@ def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
     metrics.check()
 
     assert metrics.last_step == 1000
-    # Each line is parsed by one call. To parse all lines would take over 1000 calls.
+    # To parse all lines would take over 1000 calls.
     assert parse.call_count < 10
 
 

@@ -31,6 +31,10 @@ def run_path(request, tmp_path):
 
 
 def test_a_directory_has_one_owner(run_path):
+    """The directory of a run is locked by the process that trains it.
+
+    A second opening is refused with the name of the owner, which here is this process.
+    """
     owner = f'^workdir={run_path} is in use by process {os.getpid()} on '
 
     with RunDirectory(run_path, CONFIG) as first:
@@ -39,22 +43,26 @@ def test_a_directory_has_one_owner(run_path):
         with pytest.raises(InUseError, match=owner):
             RunDirectory(run_path, CONFIG)
 
-    # Once it is closed, it may be opened again.
-    with RunDirectory(run_path, CONFIG) as again:
-        assert again.metrics.last_step == 5
+    # Once it is closed, it may be opened again, with the metrics that were written.
+    with RunDirectory(run_path, CONFIG) as reopened:
+        assert reopened.metrics.last_step == 5
 
 
 def test_unfinished_files_are_removed_at_a_start(tmp_path, monkeypatch):
+    """`write_atomic` writes a hidden temporary file, and renames it at last by `os.replace`."""
     RunDirectory(tmp_path, CONFIG).close()
-    # A write that is killed before it is finished leaves a temporary file behind.
+    # Without the renaming, the temporary file stays, as after a process was killed.
     with monkeypatch.context() as patch:
         patch.setattr(os, 'replace', lambda *_: None)
         write_atomic(tmp_path / 'result.json', '[]')
-    assert list(tmp_path.glob('.*'))
+    hidden_files = list(tmp_path.glob('.*'))
+    assert hidden_files != []
 
+    # The next start of the run removes it.
     RunDirectory(tmp_path, CONFIG).close()
 
-    assert not list(tmp_path.glob('.*'))
+    hidden_files = list(tmp_path.glob('.*'))
+    assert hidden_files == []
 
 
 def test_a_closed_run_in_a_bucket_leaves_no_lock(bucket):
@@ -99,13 +107,18 @@ CHANGED_CONFIG = dataclasses.replace(
 
 
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
+    """The directory of a run stores its configuration, and no other one may continue the run.
+
+    CHANGED_CONFIG also has another mesh. That is a setting of the machine, which may differ.
+    """
     RunDirectory(tmp_path, CONFIG).close()
 
     with pytest.raises(ConfigError) as refusal:
         RunDirectory(tmp_path, CHANGED_CONFIG)
 
-    lines = str(refusal.value).splitlines()
-    assert lines[1:-1] == [
+    # Between a heading and an advice, each line is FIELD: STORED VALUE -> OTHER VALUE.
+    _, *field_lines, _ = str(refusal.value).splitlines()
+    assert field_lines == [
         '  model.d_model: 128 -> 64',
         '  model.window: null -> 8',
         '  trials.seeds: [0, 1] -> [0, 2]',
@@ -113,6 +126,7 @@ def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
 
 
 def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
+    """The directory of a run stores its configuration, and is not opened with another one."""
     config_file = tmp_path / 'config.json'
     RunDirectory(tmp_path, CONFIG).close()
     before = config_file.read_bytes()
@@ -120,7 +134,8 @@ def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
     with pytest.raises(ConfigError):
         RunDirectory(tmp_path, CHANGED_CONFIG)
 
-    RunDirectory(tmp_path, CONFIG).close()  # the directory is free
+    # The directory is not locked, so its own configuration may open it.
+    RunDirectory(tmp_path, CONFIG).close()
     assert config_file.read_bytes() == before
     stored = read_json(config_file, {})
     assert stored == {'hash': fingerprint(CONFIG), 'config': to_json(CONFIG)}
@@ -135,6 +150,7 @@ def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
     ],
 )
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, content, message):
+    """A run may not begin beside a damaged config, checkpoints without a config, or a study."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -142,9 +158,10 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, conten
     with pytest.raises(ConfigError, match=message):
         RunDirectory(tmp_path, CONFIG)
 
-    first_component = name.split('/')[0]
-    remaining = {path.name for path in tmp_path.iterdir()}
-    assert remaining == {first_component, 'lock'}
+    # Beside the file that was there, only the lock file was written.
+    name_in_directory, _, _ = name.partition('/')
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {name_in_directory, 'lock'}
 
 
 def read_starts(directory):
@@ -153,6 +170,8 @@ def read_starts(directory):
 
 
 def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
+    """The provenance of a run is how, when, and with which software and devices it was started."""
+    # A run is started twice: by a script of experiments, and by the program qkattn.
     python = '/bin/python3'
     monkeypatch.setattr(sys, 'orig_argv', [python, '-m', 'experiments.train', '--workdir=w'])
     RunDirectory(tmp_path, CONFIG).close()
@@ -161,25 +180,34 @@ def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
 
     first, second = read_starts(tmp_path)
 
+    # Commands are stored as a user types them, without paths of programs.
     assert first['command'] == ['python', '-m', 'experiments.train', '--workdir=w']
     assert second['command'] == ['qkattn', 'train']
+
+    # Times are in ISO format, so they sort as text.
     assert first['started'] <= second['started']
     assert first['versions']['numpy'] == np.__version__
     assert first['devices']['count'] >= 1
 
 
 def test_provenance_has_hashes_of_imported_outside_modules(tmp_path, outside):
-    """Of the two outside modules of the config, only `lion` has been imported."""
+    """A run stores a hash of each module from outside the package that it has imported.
+
+    The config names two: an optimizer of the module `lion`, and a schedule of `cooldown`. The
+    fixture `outside` is their directory.
+    """
     config = Config(
         optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='cooldown:cooldown')
     )
+    # Only `lion` has been imported when the run starts.
     importlib.import_module('lion')
 
     RunDirectory(tmp_path / 'run', config).close()
 
-    start = read_starts(tmp_path / 'run')[0]
+    (start,) = read_starts(tmp_path / 'run')
     source = (outside / 'lion.py').read_bytes()
-    assert start['imported'] == {'lion:lion': hashlib.sha256(source).hexdigest()}
+    hash_of_source = hashlib.sha256(source).hexdigest()
+    assert start['imported'] == {'lion:lion': hash_of_source}
 
 
 def make_package(directory):
