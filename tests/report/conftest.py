@@ -110,6 +110,7 @@ def records_of_controlled_arms():
         trials = tuned_arm(
             arm.variant, losses=losses, control=arm.control, d_model=arm.d_model, **changes
         )
+        # Each trial gets the parameter count that its arm plans.
         for record in trials:
             record['target_parameters'] = target
             record['residual'] = arm.extra_parameters / target
@@ -167,7 +168,10 @@ class Page(HTMLParser):
     """Collects tags, ids and lines of text, and fails on tags that do not nest."""
 
     def __init__(self, html: str):
-        """Reads a page; `handle_starttag` and the other handlers are called for its parts."""
+        """Reads a page, by which `tags`, `ids`, `lines` and `text` are set.
+
+        `feed` calls the handlers below, such as `handle_starttag`, for each part of the page.
+        """
         super().__init__()
         self.after_break = False  # whether <wbr> was the last tag
         self.open = []  # names of the tags that are not closed yet

@@ -76,7 +76,7 @@ def drawn(tmp_path_factory):
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
 
-    # The losses of far/vo are higher by 3, and it diverged at the last rate of the screening.
+    # far/vo has losses that are higher by 3. Its screening diverged at the last rate.
     last_rate = RATES[-1]
     records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=[last_rate])
     # A loss of None is a trial that diverged: all 8 seeds of lost/vo, and the first of half/vo.
@@ -166,8 +166,8 @@ def test_an_arm_far_off_is_beyond_the_axis_of_a_forest(drawn):
 def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
     """A forest plot has a line for each arm, with its mean, interval and seeds.
 
-    Here a line also has a reported range, from a publication. Numbers beyond an end of the x axis
-    are an arrowhead at this end.
+    Here a line also has a reported range, from a publication. An arrowhead at an end of the x axis
+    stands for numbers beyond this end.
     """
 
     def make_line(name, mean, low, high):
@@ -314,7 +314,7 @@ def test_learning_curves_stand_beside_the_baseline(drawn):
         curve_of_baseline = line(ax, 'baseline qk/vo')
         assert len(curve_of_baseline.get_ydata()) == 4
 
-    # A curve is the mean over seeds. It ends at the final losses of good/vo: the baseline's - 0.03.
+    # good/vo ends with the losses of the baseline minus 0.03. A curve is the mean over seeds.
     curve_of_good = line(panels['good/vo'], 'the variant named above')
     final_loss = curve_of_good.get_ydata()[-1]
     assert final_loss == pytest.approx(np.mean(losses_around(-0.03)))

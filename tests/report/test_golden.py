@@ -46,16 +46,16 @@ GOLDEN = Path(__file__).parent / 'golden'
 def write_decided_study(directory: Path) -> Path:
     """Writes a tuned study that has every decision, metrics of a probe and expected verdicts.
 
-    Arms are the variants of attention that a study trains. Beside an arm for each decision, there
-    is an arm with a long name, and there are arms without a bracketed rate, with a seed that
-    diverged, and without results.
+    Arms are the variants of attention that a study trains. There is an arm for each decision, and
+    one with a long name. edge/vo has its best rate at the end of the grid. A seed of lost/vo
+    diverged. late/vo has no results.
     """
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.1))]
     # The values of the probe only have to differ between trials.
     for record in records:
         loss = record['val_loss']
         record |= {'val_induction_gain': 3 - loss, 'val_induction_accuracy': loss / 5}
-    # The best rate of edge/vo is the last one, and the first seed of lost/vo diverged.
+    # The last rate is the best one of edge/vo. A loss of None is a seed that diverged.
     records += tuned_arm('edge/vo', losses=losses_around(0.02), optimum=RATES[-1])
     records += tuned_arm('lost/vo', losses=[None, *losses_around(0.0)[1:]])
 
@@ -170,9 +170,9 @@ def macro_name(kind: type, code) -> str:
 def clauses() -> str:
     """Returns a line 'remark_no_test: its trials have no test loss' for each code of a report.
 
-    A code is a finding of one kind: a remark on a study or arm, a reason of a verdict, or a problem
-    of a scaling law. A macro of a template makes its sentence. The arguments of the macro are the
-    data of the code, such as a loss or seeds.
+    Codes are of three kinds: remarks on a study or arm, reasons of a verdict, and problems of a
+    scaling law. A macro of a template makes the sentence of each code. The arguments of the macro
+    are the data of the code, such as a loss or seeds.
     """
     macros = macros_of_clauses()
     lines = []
@@ -183,6 +183,7 @@ def clauses() -> str:
             data = DATA | OTHER_DATA.get(name, {})
             data_of_code = {argument: data[argument] for argument in macro.arguments}
             finding = kind(code, data_of_code)
+            # As in a report on a study of 7 arms that has intervals.
             sentence = prose.clause(finding, comparisons=7, intervals=True)
             lines.append(f'{name}: {sentence}')
     return '\n'.join(lines) + '\n'
@@ -280,7 +281,7 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
 
 
 def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):
-    """The differences of a report are those of the main corpus, on which all arms lose the same.
+    """The difference of an arm from the baseline is that on the main corpus, here 0.
 
     A corpus is a collection of texts. A run may ask for losses on further ones (`evaluate`).
     """
@@ -293,7 +294,7 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
             records.append(studies.on_corpus(record, 'stdlib@test', further_loss))
     write_study(study_dir, records)
 
-    # A first report is made where only results have the corpus, a second where plans ask for it.
+    # At the first report, only results have the corpus. At the second, plans ask for it too.
     text_before = tables.report_markdown(findings_of(study_dir))
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, data__evaluate=['stdlib@test'])
@@ -304,7 +305,7 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
     row_of_baseline, row_of_b = rows_of_csv(findings)
     assert row_of_baseline['loss[stdlib@test]_mean'] == '3.25'
     assert row_of_b['loss[stdlib@test]_mean'] == ''
-    # b/vo has no difference from the baseline, qk/vo, on the main corpus.
+    # On the main corpus, b/vo has the losses of the baseline, qk/vo.
     assert row_of_baseline['difference_mean'] == ''
     assert row_of_b['difference_mean'] == '0.0'
 
@@ -402,7 +403,7 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         )
     text = '\n'.join(tables.settings(findings_of(study_dir)))
 
-    # The schedule 'wsd' lowers the rate at the end, by default in the last tenth of the steps.
+    # The schedule 'wsd' lowers the learning rate in the last 0.1 of the steps by default.
     schedule = 'to 0 of the peak in the last 0.1 of the steps'
     for setting in (schedule, 'z-loss 0.0001', 'within documents'):
         assert setting in text
@@ -463,7 +464,7 @@ def test_a_report_with_intervals_says_what_they_hold(study_dir):
 
 
 def test_hostile_names_are_text_in_every_file(study_dir):
-    """A name that has markup and control codes is shown as text by all files of a report."""
+    """All files of a report show a name with markup and control codes as text."""
     # Markup of HTML, TeX and Markdown, and codes of terminals.
     name = '<script>alert("x")</script>--><b>&amp;$\\frac$|a_b\n%\x1b[2J\u202e'
     write_study(
@@ -653,11 +654,12 @@ def test_a_list_has_every_arm_below_its_verdict(decided_page):
 
 
 def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
-    """A scaling law is a curve of loss against the number of parameters N, such as 1.5 + 30 N^-0.3.
+    """A scaling law gives the loss of a model with N parameters, such as 1.5 + 30 N^-0.3.
 
-    Its exponent is loose if the sizes of the study do not determine it.
+    Its exponent is loose if the sizes of the study do not determine it. Then the report shows why
+    in place of the numbers of the law.
     """
-    # The losses of the study follow that law. A parameter of the arm is worth 1.2 of the baseline.
+    # The study follows the law above. A parameter of the arm is worth 1.2 of the baseline.
     findings = findings_of(write_tuned(tmp_path, records_of_a_scaling_law(1.2)))
     scaling_of_baseline, scaling_of_arm = findings.scaling
     reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})

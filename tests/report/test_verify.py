@@ -287,7 +287,7 @@ def test_an_export_replaces_nothing_but_exports_of_its_study(written, tmp_path):
     other_study = studies.write_study(
         tmp_path / 'other', [studies.trial_record('qk/vo')], name='another'
     )
-    # A study in the form in which it is trained is no export, even of the same study.
+    # A copy of the directory in which the study was trained is no export.
     copy_of_study = shutil.copytree(written, tmp_path / 'run')
 
     # `tmp_path` is a directory that holds all of these but `written`.
@@ -313,9 +313,9 @@ def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
 
 
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
-    """A headline is the table of a study in a page such as a README, between two comments.
+    """A headline is the table of a study in a page, between two comments.
 
-    `check_page` compares it with the study, or writes it, and returns the number of headlines.
+    `check_page` compares it with the study, or writes it. It returns the number of headlines.
     """
     # The study is in the directory `kept` beside the page. Its table is missing in the page.
     page = tmp_path / 'README.md'

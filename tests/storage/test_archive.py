@@ -27,11 +27,11 @@ def open_archive(content: bytes) -> Archive:
 def archive_of_member(
     name='a', content=b'text', method=zipfile.ZIP_DEFLATED, kind=stat.S_IFREG
 ) -> bytes:
-    """Returns the bytes of a zip file with one member, by default a compressed file of 4 bytes.
+    """Returns the bytes of a zip file with one member, which is a file in it by default.
 
     Args:
         name: Name of the member.
-        content: Content of the member.
+        content: Content of the member, by default 4 bytes.
         method: How the content is compressed.
         kind: File type of the member, a constant of `stat`.
     """

@@ -212,9 +212,8 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
 ):
     """A lease is a lock file with an owner and a time, which heartbeats renew.
 
-    The lease is lost once the last heartbeat that worked is about EXPIRY seconds ago.
-
-    The test makes heartbeats fail, work again, fail again, and come late.
+    The lease is lost once the last heartbeat that worked is about EXPIRY seconds ago. The test
+    makes heartbeats fail, work again, fail again, and come late.
     """
     renew = leases._File.renew
     behavior = 'work'
@@ -230,6 +229,7 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
         return renew(lease)
 
     def wait_for_three_heartbeats():
+        """Waits until three more heartbeats have begun with this behavior."""
         end = counts[behavior] + 3
         wait_until(lambda: counts[behavior] >= end)
 
@@ -351,10 +351,10 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
     ],
 )
 def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, is_held):
-    """A lease holds a run until it was not renewed for `expiry` seconds. `age` is that time.
+    """A lease is free once it was not renewed for `expiry` seconds.
 
-    Ages are measured by the storage's clock, while this machine's clock is an hour ahead. A
-    negative age is a lease that was renewed in the future.
+    It was renewed `age` seconds ago, or in the future if `age` is negative. Ages are measured by
+    the storage's clock, while this machine's clock is an hour ahead.
     """
     if storage.in_bucket:
         # The clock of the bucket is 10 hours ahead.
@@ -466,7 +466,7 @@ def assert_waiting_is_logged(caplog):
 def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
     bucket_storage, caplog, monkeypatch, clock
 ):
-    """In a bucket, only the age of a lock tells whether a process of another machine holds it.
+    """In a bucket, only the age of a lock tells whether another machine still holds it.
 
     A process watches the lock for the 180 s after which it expires. Here it does not expire,
     because process 12 on the machine `far` renews it.
@@ -492,7 +492,7 @@ def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
 def test_a_lock_of_another_machine_is_taken_over_when_expired(
     bucket_storage, caplog, monkeypatch, clock
 ):
-    """In a bucket, only the age of a lock tells whether a process of another machine holds it.
+    """In a bucket, only the age of a lock tells whether another machine still holds it.
 
     Process 12 on the machine `far` does not renew its lock, which expires after 180 s. Then this
     process gets the lock.
@@ -511,6 +511,6 @@ def test_a_lock_of_another_machine_is_taken_over_when_expired(
     # A lock that is still held would be refused with an error.
     with locked(lock, wait=False):
         pass
-    # At an age of 95 s the lock was still held, and at 185 s it had expired.
+    # At an age of 95 s, the lock was held. At 185 s, it had expired.
     assert ages == [5.0, 95.0, 185.0]
     assert_waiting_is_logged(caplog)

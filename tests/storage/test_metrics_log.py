@@ -49,7 +49,7 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path, record):
     ],
 )
 def test_rewind_drops_what_follows_a_step(path, step, kept_steps, last_step):
-    """A run that resumes at a step rewinds its log to it, and writes the later steps again.
+    """A run that resumes at a step writes the later steps again, so its log drops them.
 
     Step 0 is the start of a run, before which there are no records.
     """
@@ -221,7 +221,7 @@ def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
 
 @pytest.mark.parametrize('written_share', [0.0, 0.9])
 def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_share):
-    """A write on a full disk stores only a part of a line, or nothing."""
+    """A write to a full disk stores a share of the line of step 3. That share is removed."""
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
     before = path.read_bytes()
@@ -238,7 +238,7 @@ def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_shar
         metrics.append({'step': 3, 'loss': 1.0})
     assert path.read_bytes() == before
 
-    # Here the disk has room again. The next line follows the whole ones.
+    # After the block, the disk has room again. The next line follows the whole ones.
     metrics.append({'step': 3})
     metrics.close()
     line = json.dumps(with_checksum({'step': 3}))

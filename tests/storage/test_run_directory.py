@@ -49,7 +49,10 @@ def test_a_directory_has_one_owner(run_path):
 
 
 def test_unfinished_files_are_removed_at_a_start(tmp_path, monkeypatch):
-    """`write_atomic` writes a hidden temporary file, and renames it at last by `os.replace`."""
+    """A start of a run removes temporary files that a killed process left in its directory.
+
+    `write_atomic` writes a hidden temporary file, and renames it at last by `os.replace`.
+    """
     RunDirectory(tmp_path, CONFIG).close()
     # Without the renaming, the temporary file stays, as after a process was killed.
     with monkeypatch.context() as patch:
@@ -109,7 +112,7 @@ CHANGED_CONFIG = dataclasses.replace(
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
     """The directory of a run stores its configuration, and no other one may continue the run.
 
-    CHANGED_CONFIG also has another mesh. That is a setting of the machine, which may differ.
+    CHANGED_CONFIG also has another mesh, a setting of the machine, which may differ.
     """
     RunDirectory(tmp_path, CONFIG).close()
 

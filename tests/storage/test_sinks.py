@@ -38,7 +38,7 @@ def read_events(path: Path) -> Iterator[Any]:
     content = path.read_bytes()
     offset = 0
     while offset < len(content):
-        # A record has its length (8 bytes), a checksum of it (4), the event, and a checksum (4).
+        # A record is the length (8 bytes), a checksum (4), the event, and a checksum (4).
         (length,) = struct.unpack_from('Q', content, offset)
         start = offset + 8 + 4
         end = start + length
@@ -60,7 +60,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
     paths = sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns)
     for path in paths:
         for event in read_events(path):
-            # Each start writes this event, with its first step. Values from this step on go.
+            # Each start writes this event with its first step. It removes later values.
             if event.HasField('session_log'):
                 for values in series.values():
                     for step in list(values):
