@@ -66,11 +66,15 @@ def lost_at_call(number: int) -> Callable[[], bool]:
 
 
 def lost_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """A function to pass as train(lost=...). The run is lost as soon as it has evaluated."""
+    """Returns a function to pass as train(lost=...). It is True from the first evaluation on.
+
+    `train` makes the record of each evaluation by a call of `results.eval_record`.
+    """
     eval_record = results.eval_record
     evaluated_steps = []
 
     def recording_eval_record(step, *arguments):
+        """Replaces results.eval_record. It notes the step and returns the same record."""
         evaluated_steps.append(step)
         return eval_record(step, *arguments)
 
@@ -150,34 +154,51 @@ def test_the_time_of_training_includes_that_of_its_parts(finished):
 
 
 def test_results_are_plausible_on_every_split(finished):
-    result = finished.results[0]
+    """A short run has a loss near that of guessing, and fractions between 0 and 1."""
+    result_of_first_trial = finished.results[0]
+    # A model that gives each of V tokens the same probability has the loss log V.
     loss_of_uniform_guess = math.log(finished.config.model.vocab_size)
-    evaluated_splits = rows_of(finished.config).splits[1:]  # all but 'train'
+    # The first split is 'train', which results leave out.
+    evaluated_splits = rows_of(finished.config).splits[1:]
+
     for split in evaluated_splits:
-        prefix = PREFIX_OF_SPLIT[split]
-        assert 0.3 < result[f'{prefix}_loss'] < 1.3 * loss_of_uniform_guess
-        assert 0 <= result[f'{prefix}_accuracy'] <= 1
-        assert 0 <= result[f'{prefix}_solved'] <= 1
-        # The tokens of a probe do not stand for bytes.
+        prefix = PREFIX_OF_SPLIT[split]  # 'val' or 'test'
+        loss = result_of_first_trial[f'{prefix}_loss']
+        fraction_of_correct_targets = result_of_first_trial[f'{prefix}_accuracy']
+        fraction_of_rows_without_error = result_of_first_trial[f'{prefix}_solved']
+        bits_per_byte = result_of_first_trial[f'{prefix}_bits_per_byte']
+
+        # The run of 8 steps cannot solve its task. It may be somewhat worse than guessing.
+        assert 0.3 < loss < 1.3 * loss_of_uniform_guess
+        assert 0 <= fraction_of_correct_targets <= 1
+        assert 0 <= fraction_of_rows_without_error <= 1
+        # A probe is an artificial task, whose tokens do not stand for bytes of a text.
         if 'probe' in finished.task:
-            assert result[f'{prefix}_bits_per_byte'] is None
+            assert bits_per_byte is None
         else:
-            assert result[f'{prefix}_bits_per_byte'] is not None
+            assert bits_per_byte is not None
 
 
 def test_only_translators_are_scored_by_their_translations(finished):
+    """BLEU compares whole translated sentences, so other tasks have no such score."""
     result = finished.results[0]
     if finished.task != 'translation':
         assert 'val_bleu' not in result
         return
 
+    # PAIRS are 30 sentences with their translations. The first 24 are for training.
     validation_pairs = PAIRS[24:]
     assert len(validation_pairs) == 6
     assert result['val_num_sentences'] == 6
     assert 0 <= result['val_bleu'] <= 100
-    # Tokens are bytes. A separator ends each translation.
-    assert result['eval_tokens'] == sum(len(target) + 1 for _, target in validation_pairs)
-    # There is no test split.
+
+    # Each byte of a translation is a target, and so is the separator that ends it.
+    num_targets = 0
+    for _, translation in validation_pairs:
+        num_targets += len(translation) + 1
+    assert result['eval_tokens'] == num_targets
+
+    # The files of the sentences have no test split.
     assert result['test_loss'] is None
     assert result['test_accuracy'] is None
 
@@ -191,11 +212,15 @@ def test_the_last_logged_evaluation_is_that_of_the_results(finished):
 
 
 def first_arguments(monkeypatch, owner, name) -> list:
-    """A list that gets the first argument of each later call of the method `name` of a class."""
+    """Returns a list that records later calls of the method `name` of the class `owner`.
+
+    It gets the first argument of each call, after `self`. The method works as before.
+    """
     method = getattr(owner, name)
     arguments = []
 
     def recording_method(self, first, *others):
+        """Replaces the method. It notes the first argument and calls the method."""
         arguments.append(first)
         return method(self, first, *others)
 
@@ -204,29 +229,37 @@ def first_arguments(monkeypatch, owner, name) -> list:
 
 
 def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatch):
-    phases = first_arguments(monkeypatch, Progress, 'phase')
+    """Each action has its own interval of steps. The last step is evaluated and saved, too."""
+    # Each list gets the first argument of every call of the method.
+    shown_phases = first_arguments(monkeypatch, Progress, 'phase')
     evaluated_splits = first_arguments(monkeypatch, Stack, 'evaluate')
-    saved = first_arguments(monkeypatch, Checkpoints, 'save')
+    saved_at = first_arguments(monkeypatch, Checkpoints, 'save')
     shown_losses = {}
 
     def show(self, step, loss_X):
+        """Replaces the display of the losses of X trials. It notes them by step."""
         shown_losses[step] = loss_X.tolist()
 
     monkeypatch.setattr(Progress, 'update', show)
-    train(small(train={'checkpoint_every': 2, 'eval_every': 5}), tmp_path)
+    intervals = {'log_every': 1, 'checkpoint_every': 2, 'eval_every': 5}
 
+    train(small(train={'num_steps': 12} | intervals), tmp_path)
+
+    # Every step is logged, and shown with the same losses.
     records = read_metrics(tmp_path / 'metrics.jsonl')
     logged_losses = {r['step']: r['loss'] for r in records if r['kind'] == 'train'}
     assert list(logged_losses) == list(range(1, 12 + 1))
     assert shown_losses == logged_losses
 
+    # Steps 5 and 10 are multiples of 5, and step 12 is the last.
     assert [r['step'] for r in records if r['kind'] == 'eval'] == [5, 10, 12]
-    # The validation of step 12 is not repeated for the results.
+    # The results need both splits. They take the validation of step 12 as it is.
     assert evaluated_splits == ['validation', 'validation', 'validation', 'test']
-    assert phases.count('evaluating') == 3 + 1
+    # The display shows 3 validations, and once the evaluation for the results.
+    assert shown_phases.count('evaluating') == 3 + 1
 
-    assert saved == [2, 4, 6, 8, 10, 12]
-    assert phases.count('saving') == 6
+    assert saved_at == [2, 4, 6, 8, 10, 12]
+    assert shown_phases.count('saving') == len(saved_at)
 
 
 def test_training_records_hold_speeds(small_run):
@@ -240,75 +273,101 @@ def test_training_records_hold_speeds(small_run):
 
 
 def test_mfu_is_the_fraction_of_the_peak_flops(small, tmp_path, monkeypatch):
-    peak_by_device = {'cpu': 1e12}
+    """MFU is the model FLOPs per second of training, divided by the peak rate of the device."""
+    peak_flops_per_second = 1e12
+    # The peak rate of a CPU is unknown, so the test supplies one.
+    peak_by_device = {'cpu': peak_flops_per_second}
     monkeypatch.setattr(loop, 'peak_flops', lambda device_kind: peak_by_device[device_kind])
     config = small(train={'num_steps': 4, 'eval_every': 4, 'checkpoint_every': 4})
 
     results = train(config, tmp_path)
 
-    record = read_metrics(tmp_path / 'metrics.jsonl')[0]
-    # A backward pass costs twice as much as a forward pass.
-    flops_per_token = (1 + 2) * results[0]['flops_per_token']
-    flops_per_second = record['tokens_per_second'] * flops_per_token
-    assert record['mfu'] == pytest.approx(flops_per_second / 1e12)
+    first_record = read_metrics(tmp_path / 'metrics.jsonl')[0]
+    # Results count the FLOPs of a forward pass. A backward pass costs twice as much.
+    forward_flops_per_token = results[0]['flops_per_token']
+    flops_per_token = (1 + 2) * forward_flops_per_token
+    flops_per_second = first_record['tokens_per_second'] * flops_per_token
+    assert first_record['mfu'] == pytest.approx(flops_per_second / peak_flops_per_second)
 
 
 def test_a_finished_run_is_not_touched(small_run, tmp_path):
+    """Training a finished run again returns its stored results and writes no checkpoint."""
     path = shutil.copytree(small_run.path, tmp_path / 'run')
 
-    def times_of_checkpoints():
+    def write_times_of_checkpoints():
+        """The time of the last change of each file of a checkpoint, by path."""
         files = (path / 'checkpoints').rglob('*')
         return {file: file.stat().st_mtime_ns for file in files}
 
-    before = times_of_checkpoints()
+    times_before = write_times_of_checkpoints()
     results = train(small_run.config, path)
 
     assert results == results_of(small_run.path)
-    assert times_of_checkpoints() == before
+    assert write_times_of_checkpoints() == times_before
 
 
 def test_a_further_metric_changes_nothing_else_of_a_run(small, small_run, tmp_path, outside):
+    """A metric from outside the package adds its own fields to records and results.
+
+    The fixture `outside` puts the module `confidence` on the path. Its metric `top_50` is the
+    fraction of targets among the 50 most probable tokens. `small_run` is the run without it.
+    """
     results = train(small(train={'metrics': ('confidence:top(k=50)',)}), tmp_path)
 
     records = read_metrics(tmp_path / 'metrics.jsonl')
-    expected_records = read_metrics(small_run.path / 'metrics.jsonl')
+    records_without_metric = read_metrics(small_run.path / 'metrics.jsonl')
     # The last two records, of an evaluation and of the results, have all fields.
-    fields = records[-2].keys() | records[-1].keys()
-    expected_fields = expected_records[-2].keys() | expected_records[-1].keys()
-    common_records = without_fields(records, fields - expected_fields)
-    assert without_times(common_records) == without_times(expected_records)
-
     last_evaluation = records[-2]
     final = records[-1]
+    fields = last_evaluation.keys() | final.keys()
+    fields_without_metric = records_without_metric[-2].keys() | records_without_metric[-1].keys()
+    # Without the fields of the metric, both runs have the same records.
+    common_records = without_fields(records, fields - fields_without_metric)
+    assert without_times(common_records) == without_times(records_without_metric)
+
+    # The records hold one value for each trial, which are those of the results.
     for name in ('val_top_50', 'test_top_50'):
         assert final[name] == [result[name] for result in results]
     assert last_evaluation['val_top_50'] == final['val_top_50']
 
+    # A target that is the most probable token is also among the 50 most probable ones.
+    assert 0 < results[0]['val_accuracy'] < results[0]['val_top_50'] < 1
+
     # Stored results describe the metric, so they can be read without its module.
     stored_results = results_of(tmp_path)
     assert stored_results == results
-    assert 0 < results[0]['val_accuracy'] < results[0]['val_top_50'] < 1
-    assert metrics_of(stored_results[0])['top_50'].text(0.5) == 'top 50 50.00 %'
+    described_metrics = metrics_of(stored_results[0])
+    assert described_metrics['top_50'].text(0.5) == 'top 50 50.00 %'
 
 
 # A run that is stopped or lost
 
 
 def test_a_run_stopped_by_a_signal_resumes_at_the_same_step(small_run, tmp_path):
-    # The first start calls `lost` once per step. The second start calls it after step 4, before
-    # the checkpoint of step 4, and after the steps 5 and 6.
-    for call, step in ((3, 3), (4, 6)):
-        with pytest.raises(Stopped, match=f'stopped at step {step} of 12, state saved'):
-            train(small_run.config, tmp_path, lost=do_at_call(call, send_sigterm))
-        assert step in saved_steps(tmp_path)
+    """SIGTERM stops the first two starts. The third one ends as the run that was never stopped."""
+    # `train` calls `lost` after each step, and before each checkpoint.
+    starts = [
+        # The first start calls it after the steps 1, 2 and 3.
+        {'call_with_signal': 3, 'last_step': 3},
+        # The second start resumes at step 3. It calls `lost` after step 4, before the checkpoint
+        # of step 4, and after the steps 5 and 6.
+        {'call_with_signal': 4, 'last_step': 6},
+    ]
+    for start in starts:
+        last_step = start['last_step']
+        send_signal = do_at_call(start['call_with_signal'], send_sigterm)
+        with pytest.raises(Stopped, match=f'stopped at step {last_step} of 12, state saved'):
+            train(small_run.config, tmp_path, lost=send_signal)
+        assert last_step in saved_steps(tmp_path)
         last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
-        assert last_record['step'] == step
+        assert last_record['step'] == last_step
 
     train(small_run.config, tmp_path)
     assert_same_run(tmp_path, small_run.path)
 
 
 def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
+    """A run is lost when another process has taken it over. Then its directory stays as it is."""
     # Call 5 of `lost` comes before the checkpoint of step 4, and call 8 after step 7.
     with pytest.raises(Lost, match='taken over at step 7'):
         train(small_run.config, tmp_path, lost=lost_at_call(8))
@@ -322,18 +381,20 @@ def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
 def train_with_signal(config, path, signal_at: int) -> None:
     """Trains a run, with SIGTERM when evaluation number `signal_at` of this start begins.
 
-    Fails if that evaluation is completed.
+    The first evaluation has number 1. Fails if evaluation `signal_at` is completed.
     """
     eval_batches = pipeline.eval_batches
     splits = []
 
     def eval_batches_with_signal(rows, split, **options):
+        """Replaces pipeline.eval_batches, which an evaluation calls once for its batches."""
         splits.append(split)
-        is_last = len(splits) == signal_at
-        if is_last:
+        has_signal = len(splits) == signal_at
+        if has_signal:
             send_sigterm()
         yield from eval_batches(rows, split, **options)
-        assert not is_last, 'the evaluation goes on'
+        # The code below `yield from` runs only if all batches are read.
+        assert not has_signal, 'the evaluation goes on'
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, 'eval_batches', eval_batches_with_signal)
@@ -379,38 +440,53 @@ def test_a_run_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, monkeypa
 
 
 def test_results_name_the_code_of_every_start_that_saved(small_run, tmp_path, monkeypatch):
+    """Results hold the commit of the last start, and those of earlier starts with a checkpoint.
+
+    A run may be started several times, each time with other code. `git_state` gives the commit,
+    and whether files differ from it (`dirty`).
+    """
     config = small_run.config
     first_code = {'commit': 'a', 'dirty': True}
     lost_code = {'commit': 'c', 'dirty': False}
     last_code = {'commit': 'b', 'dirty': False}
 
-    # Two starts with the same code are stopped and save.
+    # Two starts with the same code are stopped by a signal, upon which they save.
     monkeypatch.setattr(run_directory, 'git_state', lambda: first_code)
     for call in (3, 4):
         with pytest.raises(Stopped):
             train(config, tmp_path, lost=do_at_call(call, send_sigterm))
-    # A third start is lost at once and does not save.
+
+    # A third start is lost to another process at once, so it does not save.
     monkeypatch.setattr(run_directory, 'git_state', lambda: lost_code)
     with pytest.raises(Lost):
         train(config, tmp_path, lost=lost_at_call(1))
+
+    # The fourth start completes the run.
     monkeypatch.setattr(run_directory, 'git_state', lambda: last_code)
     results = train(config, tmp_path)
 
+    # The code of the first two starts is named once, with no modules from outside the package.
+    earlier_code = [{'git': first_code, 'imported': {}}]
     for result in results:
         assert result['provenance']['git'] == last_code
-        assert result['provenance']['earlier'] == [{'git': first_code, 'imported': {}}]
+        assert result['provenance']['earlier'] == earlier_code
 
 
 def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
+    """If another program changes a logged line, training ends in an error that names the line."""
+
     def overwrite_a_byte_of_the_first_line():
         with (tmp_path / 'metrics.jsonl').open('r+b') as file:
             file.seek(20)
             file.write(b'9')
 
+    # Call 5 of `lost` comes before the checkpoint of step 4, and call 7 after step 6. The first
+    # line is on the disk since that checkpoint.
+    overwrite_after_step_6 = do_at_call(7, overwrite_a_byte_of_the_first_line)
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
-        train(small(), tmp_path, lost=do_at_call(7, overwrite_a_byte_of_the_first_line))
+        train(small(train={'num_steps': 12}), tmp_path, lost=overwrite_after_step_6)
 
-    # The error comes at the end of training.
+    # The error comes after the last step, so its checkpoint is saved. The results are missing.
     assert not (tmp_path / 'result.json').exists()
     assert (tmp_path / 'checkpoints/12').exists()
 
@@ -438,18 +514,23 @@ def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 
 def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
-    """The other run has the same shapes and data. Only its seeds differ."""
+    """A checkpoint has the hash of its run's settings, which have to be those of the directory.
+
+    The other run has the same shapes and data as `small_run`. Only its seeds differ.
+    """
+    # Without its results, the copy of a run of 12 steps resumes from its last checkpoint.
     path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
     other_config = small(trials={'seeds': (5, 7)})
-    other = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
-    write_json(path / 'config.json', other)
-    metrics = (path / 'metrics.jsonl').read_bytes()
+    other_settings = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
+    write_json(path / 'config.json', other_settings)
+    metrics_before = (path / 'metrics.jsonl').read_bytes()
 
     with refused('12 is of a run with another configuration', CheckpointError):
         train(other_config, path)
 
+    # Nothing was deleted. A run keeps its two newest checkpoints, here of the steps 8 and 12.
     assert saved_steps(path) == [8, 12]
-    assert (path / 'metrics.jsonl').read_bytes() == metrics
+    assert (path / 'metrics.jsonl').read_bytes() == metrics_before
 
 
 # A trial that diverges
@@ -463,7 +544,11 @@ def config_that_diverges(small):
 
 @pytest.fixture(scope='module')
 def diverged_run(config_that_diverges, built_once, tmp_path_factory):
-    """The directory of a run whose second trial diverges before step 4, where the run resumed."""
+    """The directory of a finished run of two trials, of which only the second one diverged.
+
+    A trial diverges when its loss is not finite. The second trial does so before step 4. The run
+    was lost after step 5, and resumed from the checkpoint of step 4.
+    """
     path = tmp_path_factory.mktemp('diverged') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
@@ -476,13 +561,23 @@ def diverged_run(config_that_diverges, built_once, tmp_path_factory):
 
 
 def test_a_diverged_trial_is_recorded_with_its_step(diverged_run):
+    """A trial diverges at the first step whose loss is not finite.
+
+    `diverged_run` has two trials, of which the second one diverges before step 4. At step 4, the
+    run was interrupted and resumed.
+    """
     records = read_metrics(diverged_run / 'metrics.jsonl')
     losses_by_step = {record['step']: record['loss'] for record in records if 'loss' in record}
-    bad_steps = [step for step, (_, loss) in losses_by_step.items() if loss is None]
+
+    # A record holds the losses of both trials. A loss that is not finite is null.
+    bad_steps = []
+    for step, (_, loss_of_second_trial) in losses_by_step.items():
+        if loss_of_second_trial is None:
+            bad_steps.append(step)
     first_bad_step = min(bad_steps)
     assert 1 < first_bad_step < 4
-    loss_of_finished_trial, _ = losses_by_step[first_bad_step]
-    assert loss_of_finished_trial is not None
+    loss_of_first_trial, _ = losses_by_step[first_bad_step]
+    assert loss_of_first_trial is not None
 
     finished, diverged = results_of(diverged_run)
     assert finished['status'] == 'finished'
@@ -492,6 +587,7 @@ def test_a_diverged_trial_is_recorded_with_its_step(diverged_run):
 
 
 def test_a_diverged_trial_has_no_metrics(diverged_run):
+    """Of the two trials of `diverged_run`, the second one diverged."""
     finished, diverged = results_of(diverged_run)
     final = read_metrics(diverged_run / 'metrics.jsonl')[-1]
     for name in ('val_induction_gain', 'val_induction_accuracy', 'val_loss', 'test_loss_se'):
@@ -501,24 +597,32 @@ def test_a_diverged_trial_has_no_metrics(diverged_run):
 
 
 def test_the_losses_of_documents_add_up_to_the_loss_of_their_split(diverged_run):
+    """documents.json holds, for each split, the summed losses of each trial on each document.
+
+    `diverged_run` has two trials, of which the second one diverged. A split is evaluated on 8 rows
+    of 16 tokens.
+    """
     finished, _ = results_of(diverged_run)
-    for split, documents in read_json(diverged_run / 'documents.json', {}).items():
-        tokens = documents['tokens']
-        nats_of_finished, nats_of_diverged = documents['nats']
+    num_rows = 8
+    tokens_per_row = 16
+    for split, losses in read_json(diverged_run / 'documents.json', {}).items():
+        tokens_by_document = losses['tokens']
+        nats_of_finished, nats_of_diverged = losses['nats']
         assert nats_of_diverged is None
 
-        # Each of the 8 evaluated rows, of 16 tokens, belongs to one document.
-        assert sum(tokens) == 8 * 16
-        assert all(count % 16 == 0 for count in tokens)
+        # Each evaluated row belongs to one document, so documents have whole rows.
+        assert sum(tokens_by_document) == num_rows * tokens_per_row
+        assert all(tokens % tokens_per_row == 0 for tokens in tokens_by_document)
 
-        num_documents = len(set(documents['documents']))
-        assert num_documents > 4  # so that rows of several documents are added up
-        assert len(tokens) == num_documents
+        # The 8 rows come from several documents, each with one entry in each list.
+        num_documents = len(set(losses['documents']))
+        assert num_documents > 4
+        assert len(tokens_by_document) == num_documents
         assert len(nats_of_finished) == num_documents
 
-        loss = sum(nats_of_finished) / sum(tokens)
-        prefix = PREFIX_OF_SPLIT[split]
-        assert math.isclose(loss, finished[f'{prefix}_loss'], rel_tol=1e-12)
+        loss_per_token = sum(nats_of_finished) / sum(tokens_by_document)
+        prefix = PREFIX_OF_SPLIT[split]  # 'val' or 'test'
+        assert math.isclose(loss_per_token, finished[f'{prefix}_loss'], rel_tol=1e-12)
 
 
 def test_a_warning_counts_the_diverged_trials(diverged_run, config_that_diverges, tmp_path, caplog):
@@ -528,6 +632,10 @@ def test_a_warning_counts_the_diverged_trials(diverged_run, config_that_diverges
 
 
 def test_the_first_bad_step_within_a_dispatch_is_found():
+    """A dispatch computes several steps at once, here the steps 4 to 6 of three trials.
+
+    A trial diverges at the first step whose loss is not finite.
+    """
     nan = np.nan
     loss_by_step_and_trial = np.array(
         [
@@ -536,7 +644,11 @@ def test_the_first_bad_step_within_a_dispatch_is_found():
             [1.0, nan, nan],  # step 6
         ]
     )
-    diverged_at = with_divergences({}, loss_by_step_and_trial, last_step=6)
+    diverged_before = {}
+
+    diverged_at = with_divergences(diverged_before, loss_by_step_and_trial, last_step=6)
+
+    # Trial 0 has finite losses. Trial 1 diverged at step 5, and trial 2 at step 4.
     assert diverged_at == {1: 5, 2: 4}
 
 
