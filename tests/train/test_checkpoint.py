@@ -45,7 +45,13 @@ def state_of(step: int) -> dict:
 
 
 def target_on(**axes: int) -> dict:
-    """The shapes and shardings with which a state is restored onto a mesh of these axes."""
+    """Returns the shapes, dtypes and shardings with which `state_of` is restored onto a mesh.
+
+    Arrays of each number of dimensions are split in another way.
+
+    Args:
+        **axes: The sizes of mesh axes, as in target_on(data=2, tensor=4). Others have size 1.
+    """
     mesh = make_mesh(MeshConfig(**axes))
     spec_by_ndim = {
         0: P(),
@@ -84,9 +90,10 @@ def names_in(directory: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_restored_bitwise_on_every_mesh(tmp_path):
+    """A checkpoint that 8 devices saved is restored on meshes of other sizes and axes."""
     save(tmp_path, 3, trial=2, fsdp=2, tensor=2)
     meshes = [
-        {},
+        {},  # one device
         {'data': 2},
         {'tensor': 2, 'trial': 2},
         {'fsdp': 4},
@@ -98,14 +105,17 @@ def test_a_checkpoint_is_restored_bitwise_on_every_mesh(tmp_path):
 
         state, record = restore_newest(tmp_path, target)
 
+        # The arrays have the saved values, and the shardings of the mesh.
         jax.tree.map(np.testing.assert_array_equal, state, state_of(3))
         shardings = jax.tree.map(lambda array: array.sharding, state)
         assert shardings == jax.tree.map(lambda leaf: leaf.sharding, target)
-        assert record['train_seconds'] == 2.5
+        # `save` stores RECORD with the arrays, in which training took 2.5 seconds.
+        assert record['train_seconds'] == RECORD['train_seconds'] == 2.5
         assert record['format'] == checkpoint.FORMAT
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
+    """A checkpoint of a later version of the program is neither skipped as damaged nor deleted."""
     save(tmp_path, 4, 8)
     # Make it look as if a later version had written checkpoint 8, with a field more.
     path = tmp_path / '8/record/metadata'
@@ -114,10 +124,12 @@ def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
     del record['crc32']
     path.write_text(json.dumps(with_checksum(record)))
 
+    assert checkpoint.FORMAT == 2
     message = (
         rf'8 has format 3 of qkattn 0\.9\.1, but this is qkattn {__version__}, which reads '
         r'format 2; use qkattn 0\.9\.1 or later'
     )
+    # The second attempt is refused like the first, because the first changed nothing.
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
             restore_newest(tmp_path)
@@ -126,12 +138,14 @@ def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path):
+    """A checkpoint stores the hash of its run's settings. Only a run with this hash restores it."""
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as saved:
         saved.save(4, state_of(4), RECORD)
 
     message = (
         rf"^{tmp_path}/4 is of a run with another configuration \(config_hash 'abc', not 'def'\)"
     )
+    # The second attempt is refused like the first, because the first changed nothing.
     for _ in range(2):
         with (
             contextlib.closing(Checkpoints(tmp_path, config_hash='def')) as opened,
@@ -177,48 +191,66 @@ def test_a_checkpoint_with_a_changed_record_is_skipped(tmp_path, caplog, text, c
 
 
 def test_a_checkpoint_with_a_wrong_checksum_is_skipped(tmp_path, monkeypatch, caplog):
+    """Restoring skips a checkpoint with an array that does not fit its checksum."""
     save(tmp_path, 4)
+
+    def checksums_with_an_error(state):
+        """Replaces `checksums`, which gives a number for each array, and adds 1 to array 1."""
+        return checksums(state).at[1].add(1)
+
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, 'checksums', lambda state: checksums(state).at[1].add(1))
+        patch.setattr(checkpoint, 'checksums', checksums_with_an_error)
         save(tmp_path, 8)
 
     state, record = restore_newest(tmp_path)
 
+    # Checkpoint 8 is skipped, so the state and the record are those of step 4.
     assert int(state['step']) == 4
-    assert record['train_seconds'] == 2.5
-    name = leaf_names(state_of(0))[1]
-    assert f'checkpoint 8 is damaged (checksum of {name}' in caplog.text
+    assert record['train_seconds'] == RECORD['train_seconds'] == 2.5
+    name_of_array_1 = leaf_names(state_of(0))[1]
+    assert f'checkpoint 8 is damaged (checksum of {name_of_array_1}' in caplog.text
 
 
 def test_stall_seconds_are_summed_over_starts(tmp_path):
-    with contextlib.closing(Checkpoints(tmp_path)) as first:
-        first.save(1, state_of(1), RECORD)
-        seconds_before_last_save = first.stall_seconds
-        first.save(2, state_of(2), RECORD)
-    assert 0 < seconds_before_last_save < first.stall_seconds
+    """`stall_seconds` is how long training has waited for checkpoints, over all starts of a run."""
+    with contextlib.closing(Checkpoints(tmp_path)) as first_start:
+        first_start.save(1, state_of(1), RECORD)
+        seconds_before_last_save = first_start.stall_seconds
+        first_start.save(2, state_of(2), RECORD)
+    assert 0 < seconds_before_last_save < first_start.stall_seconds
 
     # A record holds the seconds up to its save, so those of the last save are lost.
-    with contextlib.closing(Checkpoints(tmp_path)) as second:
-        second.restore({})
-        assert second.stall_seconds == seconds_before_last_save
+    with contextlib.closing(Checkpoints(tmp_path)) as second_start:
+        second_start.restore({})  # reads only the record of the newest checkpoint
+        assert second_start.stall_seconds == seconds_before_last_save
 
 
 def test_the_newest_checkpoints_are_kept_when_steps_are_saved_again(tmp_path):
-    save(tmp_path, 3, 5)
-    rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')  # so that checkpoint 5 is damaged
+    """The newest checkpoints stay, also where a step is saved a second time.
 
-    with contextlib.closing(Checkpoints(tmp_path, keep=3)) as saved:
+    Checkpoint 5 is damaged, so the run goes on from step 3 and saves step 5 again.
+    """
+    num_kept = 3
+    save(tmp_path, 3, 5)
+    # The changed text does not fit the checksum of the record, so checkpoint 5 is damaged.
+    rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
+
+    with contextlib.closing(Checkpoints(tmp_path, keep=num_kept)) as saved:
         state, _ = saved.restore(target_on())
         assert int(state['step']) == 3
         saved.discard_after(3)
+
         for step in range(4, 10):
             saved.save(step, state_of(step), RECORD)
             directories = list(tmp_path.glob('[0-9]*'))
-            assert len(directories) <= 3 + 1  # one more while it is written
+            assert len(directories) <= num_kept + 1  # one more while it is written
+
+        # Orbax moves replaced checkpoints to `trash` before they are deleted.
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
         steps = [int(state['step']) for state, _ in saved.read_undamaged(target_on())]
 
+    # The last saved step is 9. The newest checkpoint comes first.
     assert steps == [9, 8, 7]
 
 
@@ -257,6 +289,10 @@ def test_a_save_names_a_directory_that_is_gone(saved, tmp_path):
 
 
 def test_a_save_names_a_directory_that_was_replaced(saved, tmp_path):
+    """A failed save says that its directory is gone, even where another has its path.
+
+    `saved` are open `Checkpoints` in the directory run/checkpoints, with a checkpoint of step 1.
+    """
     (tmp_path / 'run').rename(tmp_path / 'moved')
     saved.directory.mkdir(parents=True)
     # Orbax raises errors of many types. The message does not depend on the type.
@@ -267,6 +303,7 @@ def test_a_save_names_a_directory_that_was_replaced(saved, tmp_path):
         saved.save(2, state_of(2), RECORD)
     saved.close()
 
+    # The checkpoints in the moved directory are as they were.
     assert names_in(tmp_path / 'moved/checkpoints') == ['1']
 
 
@@ -315,32 +352,46 @@ FILES = (
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', FILES)
 def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_path, name, every):
-    """A damaged file in checkpoint 8 leads to checkpoint 4, or to 8 if the file is not needed."""
+    """A damaged file in checkpoint 8 leads to checkpoint 4, or to 8 if the file is not needed.
+
+    The damages of a file are, for example, that it is empty, cut, or a directory. Quick tests try
+    some of them, the first and each `every`-th of the others.
+    """
     file = sorted((checkpoints_4_and_8 / '8').glob(name))[0]
     all_damages = list(damages.whole(file.read_bytes()))
     for label, damaged_content in damages.some(all_damages, name, every):
         copy = shutil.copytree(checkpoints_4_and_8, tmp_path / label)
-        damages.replace(copy / file.relative_to(checkpoints_4_and_8), damaged_content)
+        damaged_file = copy / file.relative_to(checkpoints_4_and_8)
+        damages.replace(damaged_file, damaged_content)
 
         state, record = restore_newest(copy)
 
+        # Whichever checkpoint is restored, all its arrays and its record are as they were saved.
         step = int(state['step'])
         assert step in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(step))
-        assert record['train_seconds'] == 2.5
+        assert record['train_seconds'] == RECORD['train_seconds'] == 2.5
 
 
 def fail_to_read(monkeypatch, path: Path, name: str) -> None:
-    """Makes reads of the file path / name, or of arrays, fail with an I/O error."""
+    """Makes reads of a part of a checkpoint fail, as on a broken disk.
+
+    Args:
+        monkeypatch: Replaces the functions that read.
+        path: The directory of the checkpoint.
+        name: A file in `path`, or 'an array' on a disk, or 'a remote array' on a server.
+    """
     io_error = OSError(errno.EIO, os.strerror(errno.EIO))
     read_regular = files.read_regular
 
     def read_other_files(file: Path, most: int) -> bytes:
+        """Replaces files.read_regular, and fails for the named file only."""
         if file == path / name:
             raise io_error
         return read_regular(file, most)
 
     def restore_arrays(*_, **__) -> None:
+        """Replaces the function of orbax that reads all arrays of a checkpoint, and fails."""
         # The message of orbax does not say why. The error that caused it does.
         reason = f'UNKNOWN: w/0: {io_error.strerror}'
         if name == 'a remote array':
@@ -352,6 +403,7 @@ def fail_to_read(monkeypatch, path: Path, name: str) -> None:
     if name in ('an array', 'a remote array'):
         monkeypatch.setattr(handler, 'restore', restore_arrays)
     elif name == 'state/_METADATA':
+        # Orbax reads this file itself.
         monkeypatch.setattr(handler, 'restore', Mock(side_effect=io_error))
     else:
         monkeypatch.setattr(files, 'read_regular', read_other_files)
@@ -361,8 +413,14 @@ def fail_to_read(monkeypatch, path: Path, name: str) -> None:
     'name', ['metrics/metrics', 'record/metadata', 'state/_METADATA', 'an array', 'a remote array']
 )
 def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, monkeypatch, name):
+    """If the newest checkpoint cannot be read, no older one is restored in its place.
+
+    A damaged checkpoint would be skipped. A checkpoint that the system fails to read may be
+    undamaged.
+    """
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
 
+    # In this block, reads of `name` in checkpoint 8 fail with an I/O error.
     with monkeypatch.context() as patch:
         fail_to_read(patch, path / '8', name)
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
@@ -375,15 +433,17 @@ def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, mo
 
 
 def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(checkpoints_4_and_8, tmp_path):
+    """A start fails if no checkpoint is undamaged, at each attempt, and deletes none of them."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     for step in ('4', '8'):
-        (path / step / '_CHECKPOINT_METADATA').write_text('3')
+        (path / step / '_CHECKPOINT_METADATA').write_text('3')  # valid are JSON objects
 
+    # A process that only reads the checkpoints changes nothing.
     with pytest.raises(CheckpointError, match='c/[48] is damaged .*goes on from the checkpoint'):
         Checkpoints(path, read_only=True)
     assert names_in(path) == ['4', '8']
 
-    # The second start behaves like the first.
+    # The first start renames the damaged checkpoints. The second start finds only the renamed ones.
     for _ in range(2):
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restore_newest(path)
@@ -400,13 +460,16 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(checkpoints_4_and_
     """A run that goes on deletes old checkpoints while another process reads them."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
+        # The newest checkpoint comes first.
         undamaged = saved.read_undamaged(target_on())
         state, _ = next(undamaged)
         assert int(state['step']) == 8
 
+        # A checkpoint that is deleted before its turn is left out, without an error.
         shutil.rmtree(path / '4')
         assert list(undamaged) == []
 
+        # The run deletes the other checkpoint, too, so there is none to restore.
         shutil.rmtree(path / '8')
         assert saved.restore({}) is None
 
@@ -414,14 +477,18 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(checkpoints_4_and_
 def test_a_checkpoint_deleted_while_it_is_opened_is_not_damaged(
     checkpoints_4_and_8, tmp_path, monkeypatch
 ):
+    """Opening reads the metadata of each checkpoint, which a run may delete just before."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     parse_file = checkpoint.parse_file
 
     def delete_checkpoint_4_and_parse(file, schema):
+        """Replaces the function that reads metadata. First it deletes checkpoint 4."""
         shutil.rmtree(path / '4', ignore_errors=True)
         return parse_file(file, schema)
 
     monkeypatch.setattr(checkpoint, 'parse_file', delete_checkpoint_4_and_parse)
+
+    # Opening would raise an error if checkpoint 4 were taken for damaged.
     Checkpoints(path, read_only=True).close()
 
 

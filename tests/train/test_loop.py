@@ -66,7 +66,7 @@ def lost_at_call(number: int) -> Callable[[], bool]:
 
 
 def lost_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Returns a function to pass as train(lost=...). It is True from the first evaluation on.
+    """Returns a function to pass as train(lost=...), which is True from the first evaluation on.
 
     `train` makes the record of each evaluation by a call of `results.eval_record`.
     """
@@ -74,7 +74,7 @@ def lost_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]
     evaluated_steps = []
 
     def recording_eval_record(step, *arguments):
-        """Replaces results.eval_record. It notes the step and returns the same record."""
+        """Replaces results.eval_record, and notes the step."""
         evaluated_steps.append(step)
         return eval_record(step, *arguments)
 
@@ -168,7 +168,7 @@ def test_results_are_plausible_on_every_split(finished):
         fraction_of_rows_without_error = result_of_first_trial[f'{prefix}_solved']
         bits_per_byte = result_of_first_trial[f'{prefix}_bits_per_byte']
 
-        # The run of 8 steps cannot solve its task. It may be somewhat worse than guessing.
+        # A run of 8 steps cannot solve its task, and may be somewhat worse than guessing.
         assert 0.3 < loss < 1.3 * loss_of_uniform_guess
         assert 0 <= fraction_of_correct_targets <= 1
         assert 0 <= fraction_of_rows_without_error <= 1
@@ -214,13 +214,13 @@ def test_the_last_logged_evaluation_is_that_of_the_results(finished):
 def first_arguments(monkeypatch, owner, name) -> list:
     """Returns a list that records later calls of the method `name` of the class `owner`.
 
-    It gets the first argument of each call, after `self`. The method works as before.
+    The list gets the first argument of each call, after `self`. The method works as before.
     """
     method = getattr(owner, name)
     arguments = []
 
     def recording_method(self, first, *others):
-        """Replaces the method. It notes the first argument and calls the method."""
+        """Replaces the method, notes the first argument, and calls the method."""
         arguments.append(first)
         return method(self, first, *others)
 
@@ -237,7 +237,7 @@ def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatc
     shown_losses = {}
 
     def show(self, step, loss_X):
-        """Replaces the display of the losses of X trials. It notes them by step."""
+        """Replaces the display of the losses of X trials, and notes the losses by step."""
         shown_losses[step] = loss_X.tolist()
 
     monkeypatch.setattr(Progress, 'update', show)
@@ -253,7 +253,7 @@ def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatc
 
     # Steps 5 and 10 are multiples of 5, and step 12 is the last.
     assert [r['step'] for r in records if r['kind'] == 'eval'] == [5, 10, 12]
-    # The results need both splits. They take the validation of step 12 as it is.
+    # The results need both splits. The validation of step 12 is not repeated for the results.
     assert evaluated_splits == ['validation', 'validation', 'validation', 'test']
     # The display shows 3 validations, and once the evaluation for the results.
     assert shown_phases.count('evaluating') == 3 + 1
@@ -273,7 +273,7 @@ def test_training_records_hold_speeds(small_run):
 
 
 def test_mfu_is_the_fraction_of_the_peak_flops(small, tmp_path, monkeypatch):
-    """MFU is the model FLOPs per second of training, divided by the peak rate of the device."""
+    """MFU is the model FLOPs per second, divided by the peak rate of the device."""
     peak_flops_per_second = 1e12
     # The peak rate of a CPU is unknown, so the test supplies one.
     peak_by_device = {'cpu': peak_flops_per_second}
@@ -349,8 +349,8 @@ def test_a_run_stopped_by_a_signal_resumes_at_the_same_step(small_run, tmp_path)
     starts = [
         # The first start calls it after the steps 1, 2 and 3.
         {'call_with_signal': 3, 'last_step': 3},
-        # The second start resumes at step 3. It calls `lost` after step 4, before the checkpoint
-        # of step 4, and after the steps 5 and 6.
+        # The second start resumes at step 3. Its calls come after step 4, before checkpoint 4, and
+        # after the steps 5 and 6.
         {'call_with_signal': 4, 'last_step': 6},
     ]
     for start in starts:
@@ -465,7 +465,7 @@ def test_results_name_the_code_of_every_start_that_saved(small_run, tmp_path, mo
     monkeypatch.setattr(run_directory, 'git_state', lambda: last_code)
     results = train(config, tmp_path)
 
-    # The code of the first two starts is named once, with no modules from outside the package.
+    # The first two starts have the same code, without modules from outside.
     earlier_code = [{'git': first_code, 'imported': {}}]
     for result in results:
         assert result['provenance']['git'] == last_code
@@ -480,8 +480,8 @@ def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
             file.seek(20)
             file.write(b'9')
 
-    # Call 5 of `lost` comes before the checkpoint of step 4, and call 7 after step 6. The first
-    # line is on the disk since that checkpoint.
+    # Call 5 of `lost` comes before checkpoint 4, and call 7 after step 6. The first line is on the
+    # disk since that checkpoint.
     overwrite_after_step_6 = do_at_call(7, overwrite_a_byte_of_the_first_line)
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
         train(small(train={'num_steps': 12}), tmp_path, lost=overwrite_after_step_6)
@@ -514,7 +514,7 @@ def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 
 def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
-    """A checkpoint has the hash of its run's settings, which have to be those of the directory.
+    """A checkpoint is restored only if it has the hash of the directory's settings.
 
     The other run has the same shapes and data as `small_run`. Only its seeds differ.
     """

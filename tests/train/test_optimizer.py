@@ -145,7 +145,9 @@ def test_muon_trains_the_matrices_of_blocks():
 @pytest.mark.parametrize(
     ('name', 'num_steps', 'fraction_by_step'),
     [
+        # After W = 4 steps of warm-up, the fraction at step s is sqrt(W / s).
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
+        # The number of steps makes no difference.
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
         # The decay lasts from step 4 to step 64. Step 19 is a quarter and step 34 half of the way.
         ('linear', 64, {34: 0.6, 64: 0.2}),
@@ -156,6 +158,10 @@ def test_muon_trains_the_matrices_of_blocks():
     ],
 )
 def test_schedules_have_the_expected_fractions(name, num_steps, fraction_by_step):
+    """A schedule gives the fraction of the peak learning rate at each step.
+
+    After a warm-up of 4 steps, the fraction is 1. A decay ends at `final_fraction`, here 0.2.
+    """
     config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2, decay_fraction=0.25)
     steps = list(fraction_by_step)
     expected_fractions = list(fraction_by_step.values())
@@ -174,7 +180,11 @@ def pytest_generate_tests(metafunc):
 
 
 def test_an_optimizer_keeps_its_contract(outside, optimizer):
-    """Learning rate and weight decay are arguments of one compiled program."""
+    """An optimizer lowers a loss, leaves frozen parameters alone, and decays only matrices.
+
+    `optimizer` is a registered name or an import path. The learning rate and the weight decay are
+    arguments of one compiled program.
+    """
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     embedding = jnp.linspace(-1, 1, 12).reshape(4, 3)
     matrix = jnp.linspace(1, 2, 12).reshape(3, 4)
@@ -184,53 +194,63 @@ def test_an_optimizer_keeps_its_contract(outside, optimizer):
         'w_embedding_VD': embedding,
         'blocks': {'w_in_DF': matrix, 'b_in_F': bias, 'w_frozen_DF': frozen},
     }
+    fraction_of_schedule = 0.5
+    num_steps = 8
 
     @jax.jit
     def step(params, state, rate, weight_decay):
-        # The gradients of the sum of squares, but none for the frozen parameter.
+        """Takes a step that minimizes the sum of squares of all parameters but the frozen one."""
         grads = jax.tree.map(lambda p: 2 * p, params)
         grads['blocks']['w_frozen_DF'] *= 0
-        transform = optimizers.optimizer(config, rate, weight_decay, fraction=0.5)
+        transform = optimizers.optimizer(config, rate, weight_decay, fraction=fraction_of_schedule)
         updates, state = transform.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    def params_after_eight_steps(rate, weight_decay):
+    def params_after_steps(rate, weight_decay):
         params = initial_params
         # The state depends neither on the rate nor on the decay, which are 0 here.
         state = optimizers.optimizer(config, 0.0, 0.0).init(initial_params)
-        for _ in range(8):
+        for _ in range(num_steps):
             params, state = step(params, state, rate, weight_decay)
         return params
 
     # Steps without decay lower the sum of squares.
-    params = params_after_eight_steps(0.02, 0.0)
+    params = params_after_steps(rate=0.02, weight_decay=0.0)
     assert jnp.sum(params['w_embedding_VD'] ** 2) < jnp.sum(embedding**2)
     assert jnp.sum(params['blocks']['w_in_DF'] ** 2) < jnp.sum(matrix**2)
     assert jnp.sum(params['blocks']['b_in_F'] ** 2) < jnp.sum(bias**2)
     np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
 
     # With a learning rate of 0, only the decay acts, and only on matrices that are not frozen.
-    params = params_after_eight_steps(0.0, 0.1)
-    factor_per_step = 1 - 0.5 * 0.1
-    expected_embedding = factor_per_step**8 * embedding
+    weight_decay = 0.1
+    params = params_after_steps(rate=0.0, weight_decay=weight_decay)
+    factor_per_step = 1 - fraction_of_schedule * weight_decay
+    expected_embedding = factor_per_step**num_steps * embedding
     np.testing.assert_allclose(params['w_embedding_VD'], expected_embedding, rtol=1e-5)
     np.testing.assert_array_equal(params['blocks']['b_in_F'], bias)
     np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
 
+    # Both calls used the same program, with other rates.
     num_compiled_programs = step._cache_size()
     assert num_compiled_programs == 1
 
 
 def test_a_schedule_keeps_its_contract(outside, schedule):
+    """A schedule warms up to 1 and stays from 0 to 1. A decay ends at final_fraction.
+
+    `schedule` is a registered name or an import path. Its values are fractions of the peak rate.
+    """
+    num_steps = 60
     config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
-    check_optimizer(config, 60)
+    check_optimizer(config, num_steps)
 
-    fraction_of_step = optimizers.schedule(config, 60)
-    fractions = np.asarray(jax.vmap(fraction_of_step)(jnp.arange(61)))
+    fraction_of_step = optimizers.schedule(config, num_steps)
+    fractions = np.asarray(jax.vmap(fraction_of_step)(jnp.arange(num_steps + 1)))
 
+    # A warm-up of 4 steps goes from 1/5 to 4/5. The next step has the full rate.
     np.testing.assert_allclose(fractions[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-5)
     assert np.all(fractions >= 0)
-    assert np.all(fractions <= 1 + 1e-6)
+    assert np.all(fractions <= 1 + 1e-6)  # 1 but for rounding
     if config.decays:
         np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
 
@@ -293,6 +313,11 @@ def strange_module(outside):
     ],
 )
 def test_an_invalid_optimizer_or_schedule_is_refused(strange_module, fields, message):
+    """`strange_module` puts a module `strange` on the path, with functions that break rules.
+
+    Line 4 of the module has the function `fails`, and line 6 `divides_by_zero`. `ends_at_a_third`
+    goes from 1 to 1/3, but `final_fraction` is 0.0 by default.
+    """
     with refused(message):
         check_optimizer(OptimizerConfig(**fields), num_steps=1000)
 
