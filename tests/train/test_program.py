@@ -23,11 +23,13 @@ def lengths_of_loops(jaxpr):
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
 def test_a_single_trial_has_no_axis_in_the_program(lifting):
+    """Mapping a function over a single trial adds neither an axis nor a loop."""
     mesh = sharding.make_mesh(MeshConfig())
     matmul = program.map_over_trials(lambda a, b: a @ b, lifting, mesh)
 
     jaxpr = jax.make_jaxpr(matmul)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
 
+    # The only product is of [4, 3] and [3, 5], without the leading axis.
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'dot_general']
     shapes = [product.outvars[0].aval.shape for product in products]
     assert shapes == [(4, 5)]
@@ -50,6 +52,11 @@ def test_trials_keep_their_order_over_slices_of_the_mesh(lifting):
     ],
 )
 def test_the_outermost_loop_is_over_trials_or_steps(tiny, lifting, length_of_outermost_loop):
+    """A program takes 3 training steps of 5 trials.
+
+    The lifting 'map' computes one trial after another, each with all its steps. 'vmap' computes a
+    step of all trials side by side, and then the next step.
+    """
     three_steps = {'steps_per_dispatch': 3, 'log_every': 3}
     five_trials = {'seeds': (0, 1, 2, 3, 4)}
     config = tiny(trials=five_trials, train=three_steps)
@@ -70,6 +77,11 @@ def test_auto_measures_both_liftings(small, evaluation_only):
 
 
 def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_only):
+    """With lifting='auto', the first start of a run measures both liftings and keeps the faster.
+
+    The lifting 'map' computes trials one after another, 'vmap' side by side. Later starts of the
+    run use the recorded choice, and measure nothing.
+    """
     config = small(train={'lifting': 'auto'})
     # A step takes 0.2 s with map and 0.1 s with vmap. A third measurement would fail.
     seconds = iter([0.2, 0.1])
@@ -103,7 +115,7 @@ def test_the_choice_of_a_lifting_is_logged(caplog):
 
 @pytest.fixture
 def log_levels_of_xla(monkeypatch):
-    """A list that gets each level to which the messages of XLA are set."""
+    """A list that gets each level to which the messages of XLA are set. Nothing is really set."""
     levels: list[int] = []
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
     monkeypatch.setattr(program.utils, 'absl_set_min_log_level', levels.append)
@@ -132,7 +144,10 @@ def test_two_devices_compile_with_messages_of_xla(log_levels_of_xla):
 
 @pytest.fixture
 def wait(monkeypatch):
-    """A function wait(seconds) that moves the clock of `timing`, which otherwise stands still."""
+    """Returns a function wait(seconds) that moves the clock of `timing` forward.
+
+    The clock otherwise stands still, so a test knows all times exactly. Nothing really waits.
+    """
     now = 100.0
 
     def wait(seconds):
@@ -165,32 +180,47 @@ def test_waits_for_inputs_are_counted(wait):
 
 
 def test_a_resumed_run_adds_to_its_times(wait):
+    """A clock adds to the times in a checkpoint. The speed is that of this start alone.
+
+    `wait` moves the clock by a number of seconds. Logging is a part of training.
+    """
     clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
 
+    # Train 10 tokens in 0.5 s, all of it spent on logging.
     clock.start()
     with clock.counted_as('logging_seconds'):
         wait(0.5)
     clock.pause(tokens=10)
     wait(11)  # in the pause, so it is not counted
+
+    # Train 10 tokens in 1.5 s.
     clock.start()
     wait(1.5)
     clock.pause(tokens=10)
 
-    assert clock.seconds['train_seconds'] == 40 + 0.5 + 1.5
-    assert clock.seconds['logging_seconds'] == 2 + 0.5
-    assert clock.seconds['input_seconds'] == 0
-    assert len(clock.seconds) == 3
-    assert clock.tokens_per_second == (10 + 10) / (0.5 + 1.5)
+    assert clock.seconds == {
+        'train_seconds': 40 + 0.5 + 1.5,
+        'logging_seconds': 2 + 0.5,
+        'input_seconds': 0,  # no time in the checkpoint, and no wait for input since
+    }
+    tokens_of_this_start = 10 + 10
+    seconds_of_this_start = 0.5 + 1.5
+    assert clock.tokens_per_second == tokens_of_this_start / seconds_of_this_start
 
 
 def test_a_lap_leaves_out_pauses(wait):
+    """A lap is the speed of training since the lap before, without the time of pauses.
+
+    `wait` moves the clock by a number of seconds.
+    """
+    # The run resumed at step 5. Times before that do not count.
     clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
 
     def slow_input():
         wait(1)
         yield
 
-    # Two steps in 4 s, of which 1 s is a wait for input.
+    # The first lap is two steps in 1 + 1 + 2 s. The first second is a wait for input.
     clock.start()
     next(clock.inputs(slow_input()))
     wait(1)
@@ -202,7 +232,7 @@ def test_a_lap_leaves_out_pauses(wait):
     assert lap.steps_per_second == 2 / 4
     assert lap.input_wait_fraction == 1 / 4
 
-    # One step in 2 s.
+    # The second lap is one step in 2 s, without a wait for input.
     wait(2)
     clock.pause(tokens=0)
     wait(100)
@@ -240,7 +270,12 @@ def names_of_calls(mock):
 def test_the_dispatches_3_to_5_are_traced(
     tmp_path, profiler, caplog, num_dispatches, num_calls_by_dispatch
 ):
-    """The first call of the profiler starts the trace, and the second one stops it."""
+    """A trace begins before dispatch 3 and ends before dispatch 6, or where training ends.
+
+    A dispatch is a call of the compiled program. `profiler` is a mock of JAX's profiler. Its first
+    call starts the trace, and the second one stops it.
+    """
+    # The number of calls of the profiler, as each dispatch begins.
     num_calls = []
     with Trace(tmp_path) as trace:
         for _ in range(num_dispatches):
@@ -249,6 +284,7 @@ def test_the_dispatches_3_to_5_are_traced(
 
     assert num_calls == num_calls_by_dispatch
     assert names_of_calls(profiler) == ['start_trace', 'stop_trace']
+    # A trace was begun, so there is no warning.
     assert 'no trace written' not in caplog.text
 
 
@@ -262,6 +298,7 @@ def test_a_start_of_two_dispatches_has_no_trace(tmp_path, profiler, caplog):
 
 
 def test_a_trace_ends_if_the_run_fails(tmp_path, profiler, caplog):
+    """`profiler` is a mock of JAX's profiler. A trace begins before dispatch 3."""
     with pytest.raises(RuntimeError), Trace(tmp_path) as trace:
         for _ in range(3):
             trace.before_dispatch(None)
