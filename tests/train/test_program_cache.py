@@ -16,7 +16,11 @@ from qkattn.train.program_cache import keep_programs, without_cache
 
 @pytest.fixture
 def cache_directory(tmp_path, monkeypatch):
-    """The directory that JAX_COMPILATION_CACHE_DIR names. `keep_programs` turns the cache on."""
+    """A directory in which JAX is to keep compiled programs.
+
+    The variable JAX_COMPILATION_CACHE_DIR names the directory, which does not exist yet. Programs
+    are kept from the call of `keep_programs` on. After the test, JAX has its settings of before.
+    """
     options = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache')
     before = {name: getattr(jax.config, name) for name in options}
     monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path / 'programs'))
@@ -30,10 +34,15 @@ def cache_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache_events():
-    """A list that gets 'cache_hits' for each loaded program, and 'cache_misses' for each other."""
+    """A list that gets 'cache_hits' for each program that JAX loads from its cache.
+
+    A program that JAX does not find there, and compiles and keeps, gives 'cache_misses'. While the
+    cache is off, there are no events.
+    """
     events = []
 
     def listen(event, **_):
+        """Is called by JAX with an event such as '/jax/compilation_cache/cache_hits'."""
         name = event.rpartition('/')[2]
         if name in ('cache_hits', 'cache_misses'):
             events.append(name)
@@ -69,16 +78,17 @@ def set_num_cores(monkeypatch, num_cores):
         pytest.param(
             {'XDG_CACHE_HOME': '/xdg', 'JAX_COMPILATION_CACHE_DIR': '/named'},
             '/named/3-cores',
-            id='the variable of JAX',
+            id='the variable of JAX comes first',
         ),
         pytest.param(
             {'XDG_CACHE_HOME': '/xdg', 'JAX_COMPILATION_CACHE_DIR': '/named', 'NPROC': '2'},
             '/named/2-cores',
-            id='the number of cores',
+            id='NPROC is the number of cores',
         ),
     ],
 )
 def test_environment_variables_name_the_directory(monkeypatch, variables, directory):
+    """Programs are kept by the number of cores, as XLA compiles other programs for each number."""
     set_num_cores(monkeypatch, 3)
     monkeypatch.setenv('HOME', '/home/reader')
     for name in ('JAX_COMPILATION_CACHE_DIR', 'NPROC'):
@@ -90,8 +100,11 @@ def test_environment_variables_name_the_directory(monkeypatch, variables, direct
 
 
 def test_a_program_is_compiled_once_and_then_loaded(cache_directory, cache_events):
+    """`cache_events` gets an event for each program that JAX looks for in its cache."""
     keep_programs()
-    assert program_cache.directory().stat().st_mode & 0o77 == 0  # for this user alone
+    mode = program_cache.directory().stat().st_mode
+    permissions_of_others = mode & 0o77
+    assert permissions_of_others == 0
 
     first_result = compile_and_run()
     second_result = compile_and_run()
@@ -106,12 +119,17 @@ def test_a_damaged_program_is_compiled_again(cache_directory):
     result = compile_and_run()
     files = list(cache_directory.glob('*/*'))
     assert len(files) == 1
-    files[0].write_bytes(files[0].read_bytes()[:99])
+    program_file = files[0]
+    first_bytes = program_file.read_bytes()[:99]
+    program_file.write_bytes(first_bytes)
 
-    np.testing.assert_array_equal(compile_and_run(), result)
+    result_after_damage = compile_and_run()
+
+    np.testing.assert_array_equal(result_after_damage, result)
 
 
 def test_programs_for_other_cores_are_not_loaded(cache_directory, cache_events, monkeypatch):
+    """XLA compiles other programs for another number of cores. JAX would not tell them apart."""
     keep_programs()
     compile_and_run()
 
@@ -119,18 +137,25 @@ def test_programs_for_other_cores_are_not_loaded(cache_directory, cache_events, 
     keep_programs()
     compile_and_run()
 
+    # The same program was compiled twice, once for each number of cores.
     assert cache_events == ['cache_misses', 'cache_misses']
 
 
 def test_without_cache_programs_are_neither_loaded_nor_kept(cache_directory, cache_events):
+    """In a block `without_cache`, JAX compiles a program without a look into its cache.
+
+    `cache_events` gets an event for each program that JAX looks for there.
+    """
     keep_programs()
     with without_cache():
         compile_and_run()
     assert cache_events == []
 
+    # The program of the block was not kept, so it is compiled again. Then it is kept.
     compile_and_run()
     assert cache_events == ['cache_misses']
 
+    # The kept program is not loaded.
     with without_cache():
         compile_and_run()
     assert cache_events == ['cache_misses']
@@ -144,10 +169,11 @@ def test_a_user_can_switch_the_cache_of_jax_off(cache_directory, cache_events):
 
 
 def assert_no_programs_are_kept(cache_directory, cache_events, caplog):
+    """Asserts that `keep_programs` turns the cache off, and warns of the directory."""
     cache_events.clear()
     keep_programs()
     compile_and_run()
-    assert cache_events == []
+    assert cache_events == []  # JAX did not look for the program in its cache
     assert len(caplog.messages) == 1
     assert 'compiled programs are not kept' in caplog.text
     assert str(cache_directory) in caplog.text
@@ -161,9 +187,10 @@ def test_a_file_in_place_of_the_directory_keeps_no_programs(cache_directory, cac
 def test_a_directory_that_others_can_write_to_keeps_no_programs(
     cache_directory, cache_events, caplog
 ):
+    """Programs in the directory are executed, so nobody else may put one there."""
     keep_programs()
     compile_and_run()
-    # As Kubernetes leaves a volume with an fsGroup.
+    # The group can write to it, as Kubernetes leaves a volume with an fsGroup.
     program_cache.directory().chmod(0o2770)
     assert_no_programs_are_kept(cache_directory, cache_events, caplog)
 
@@ -171,16 +198,19 @@ def test_a_directory_that_others_can_write_to_keeps_no_programs(
 def test_the_directory_of_another_user_keeps_no_programs(
     cache_directory, cache_events, caplog, monkeypatch
 ):
+    """Programs in the directory are executed, so nobody else may put one there."""
     keep_programs()
     compile_and_run()
+    # From here on, this process seems to have another user, who did not make the directory.
     monkeypatch.setattr(os, 'geteuid', Mock(return_value=os.geteuid() + 1))
     assert_no_programs_are_kept(cache_directory, cache_events, caplog)
 
 
 @pytest.fixture
 def users_cache(cache_directory, tmp_path, monkeypatch):
-    """The cache of a user, with 300 bytes in use and a limit of 200.
+    """The cache of a user, which has a limit of 200 bytes, but holds three programs of 100.
 
+    'old-cache' was used last at time 5. 'new-cache' was written, and 'used-cache' read, at time 9.
     Programs are kept elsewhere while JAX_COMPILATION_CACHE_DIR is set.
     """
     directory = tmp_path / 'qkattn/compiled'
@@ -206,6 +236,7 @@ def test_the_least_recently_used_programs_are_deleted(users_cache, monkeypatch, 
     monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
     keep_programs()
     assert not caplog.messages
+    # The limit has room for two of the three programs.
     assert names_of_programs(users_cache) == ['new-cache', 'used-cache']
 
 
@@ -225,7 +256,12 @@ def test_a_program_that_another_process_has_just_deleted_is_ignored(
 
 
 def test_stages_of_an_arm_share_their_program(small):
-    """Seeds, learning rates and weight decays are arguments of the program."""
+    """Runs that differ only in seeds, learning rates and weight decays have the same program.
+
+    An arm is a variant of attention as a study trains it. The stages of an arm are runs that tune
+    these settings, and then runs with fresh seeds. Seeds, rates and decays are arguments of the
+    program.
+    """
 
     def program_text(**trials):
         config = small(trials=trials)
@@ -233,5 +269,6 @@ def test_stages_of_an_arm_share_their_program(small):
         state, hyper, batch = program.abstract_inputs(config, mesh)
         return program.lower(config, 'map', mesh, state, hyper, batch).as_text()
 
+    text = program_text(seeds=(0, 1), learning_rates=(1e-2,))
     other_text = program_text(seeds=(5, 7), learning_rates=(3e-3,), weight_decays=(0.3,))
-    assert program_text() == other_text
+    assert text == other_text

@@ -45,10 +45,15 @@ def test_an_array_is_split_by_the_letters_of_its_name(path, shape, partition):
 
 
 def test_a_parameter_without_letters_of_its_axes_is_logged_once(caplog):
-    """The upper case letter in 'Query' makes the name invalid."""
+    """The letters at the end of a parameter's name, as in w_q2_DNH, say how to split it.
+
+    The upper case letter in 'Query' makes a name invalid. Such a parameter is split over trials
+    only, and a message says so.
+    """
     caplog.set_level(logging.INFO)
-    sharding.say_once.cache_clear()
+    sharding.say_once.cache_clear()  # forget the messages of other tests
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
+    # The axes are trials, layers, D, N and H.
     shape = (2, 3, 32, 4, 8)
 
     for _ in range(2):
@@ -57,6 +62,8 @@ def test_a_parameter_without_letters_of_its_axes_is_logged_once(caplog):
 
     assert tuple(with_letters) == ('trial', None, 'fsdp', 'tensor', None)
     assert tuple(without_letters) == ('trial', None, None, None, None)
+
+    # The only message about a parameter names the invalid one.
     assert caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
     assert caplog.text.count('params/') == 1
 
@@ -85,6 +92,11 @@ class Device:
     ids=str,
 )
 def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
+    """Of the mesh axes trial, data, fsdp and tensor, only the outermost one crosses nodes.
+
+    Devices that differ in an inner axis are in the same node, as they communicate most. Axes of
+    size 1 do not count.
+    """
     # Two nodes of four devices, listed in turn.
     devices = [Device(id=i, slice_index=i % 2) for i in range(8)]
 
@@ -92,17 +104,22 @@ def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
 
     assert dict(mesh.shape) == dataclasses.asdict(mesh_config)
     assert {device.id for device in mesh.devices.flat} == set(range(8))
+
+    # An axis crosses nodes if some device along it is not in the node of the first.
     node_of_device = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes_across_nodes = []
     for axis, name in enumerate(mesh.axis_names):
-        first_along_axis = node_of_device.take([0], axis)
-        if (node_of_device != first_along_axis).any():
+        node_of_first = node_of_device.take([0], axis)
+        if (node_of_device != node_of_first).any():
             axes_across_nodes.append(name)
     assert axes_across_nodes == [axis_across_nodes]
 
 
 def test_a_mesh_axis_may_span_a_part_of_a_side_of_the_torus():
-    """`jax.make_mesh` refuses 8 x 2 on a torus of 4 x 4."""
+    """TPUs that form a torus of 4 x 4 make a mesh of 8 x 2.
+
+    `jax.make_mesh` refuses this, because it splits a side of the torus in two.
+    """
     devices = []
     for i in range(16):
         row, column = divmod(i, 4)
@@ -111,6 +128,7 @@ def test_a_mesh_axis_may_span_a_part_of_a_side_of_the_torus():
 
     mesh = sharding.make_mesh(MeshConfig(trial=8, data=2), devices)
 
+    # Each device has one place in the mesh.
     assert {device.id for device in mesh.devices.flat} == set(range(16))
 
 
@@ -136,6 +154,8 @@ def test_a_model_that_does_not_fit_into_memory_is_refused():
 
 
 def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
+    """A run is refused if the machine has one byte less than its largest arrays need."""
+    # CONFIG has three trials, 5 steps in a dispatch, and 4 rows of 16 tokens in a batch.
     bytes_per_number = 4
     num_trials = 3
     num_parameters = cost.measured(CONFIG.model, 'total')
@@ -147,11 +167,13 @@ def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
     batch = steps * num_trials * rows * context * arrays * bytes_per_number
     needed = parameters_and_gradients + batch
 
+    # The memory has `needed` pages of 1 byte.
     memory = {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': needed}
     monkeypatch.setattr(sharding.os, 'sysconf', memory.__getitem__)
     sharding.require_memory(CONFIG)
 
     memory['SC_PHYS_PAGES'] = needed - 1
+    assert num_parameters == 7472
     with pytest.raises(ConfigError, match='3 trials of 7,472 parameters'):
         sharding.require_memory(CONFIG)
 
@@ -174,16 +196,19 @@ BATCH_CONFIG = dataclasses.replace(
 
 @contextlib.contextmanager
 def as_process_with(device_ids):
-    """In the block, this process has only some of the devices.
+    """In the block, this process acts as if it had only some of the devices of a job.
 
-    A global array is a dict: for each of these devices, by ID, the part that it holds.
+    JAX would make a global array of the parts on all devices. Here it is a dict with the part of
+    each device in `device_ids`, by ID.
     """
 
     def indices_of_devices(self, shape):
+        """Replaces the method that tells which part each device of this process holds."""
         indices = self.devices_indices_map(shape)
         return {device: indices[device] for device in indices if device.id in device_ids}
 
     def parts_by_device(shape, array_sharding, part_of_device):
+        """Replaces jax.make_array_from_callback, which calls the callback for all devices."""
         indices = indices_of_devices(array_sharding, shape)
         return {device.id: part_of_device(index) for device, index in indices.items()}
 
@@ -194,7 +219,10 @@ def as_process_with(device_ids):
 
 
 def shares_read(mesh_config, job):
-    """Whether process p reads row r of the batch of trial x, as an array [p, x, r]."""
+    """Whether process p reads row r of the batch of trial x, as an array [p, x, r].
+
+    `job` has the device IDs of each process. A batch has 16 rows for each of 4 trials.
+    """
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
     mesh = sharding.make_mesh(mesh_config)
     is_read = np.zeros((len(job), 4, 16), bool)
@@ -215,13 +243,15 @@ MESHES = [OVER_ROWS_AND_TENSOR, OVER_TRIALS_AND_ROWS, OVER_ROWS]
 
 @pytest.mark.parametrize('mesh_config', MESHES, ids=str)
 def test_rows_become_microbatches_in_turn(mesh_config):
+    """Of two microbatches, the first has the even rows of a batch, the second the odd."""
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
     mesh = sharding.make_mesh(mesh_config)
+    # 3 steps of 4 trials on 16 rows of 5 tokens.
     batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
 
     placed = sharding.place_batch(config, mesh, {'tokens': batch})['tokens']
 
-    # Axis 2 of the placed batch is that of two microbatches.
+    # Axis 2 of the placed batch is that of microbatches.
     np.testing.assert_array_equal(placed[:, :, 0], batch[:, :, 0::2])
     np.testing.assert_array_equal(placed[:, :, 1], batch[:, :, 1::2])
 
@@ -229,6 +259,11 @@ def test_rows_become_microbatches_in_turn(mesh_config):
 @pytest.mark.parametrize('job', JOBS)
 @pytest.mark.parametrize('mesh_config', MESHES, ids=str)
 def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
+    """Each device gets the same part of a batch, whether one or several processes read it.
+
+    `job` has the device IDs of each process. Inside `as_process_with`, a placed array is a dict
+    with the part of each device, by ID.
+    """
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
     mesh = sharding.make_mesh(mesh_config)
     # 3 steps of 4 trials on 16 rows of 5 tokens, and an evaluation batch of 16 rows.
@@ -241,14 +276,15 @@ def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
     for device_ids in job:
         with as_process_with(device_ids):
             trials, rows = sharding.local_share(config, mesh)
-            local_train_batch = {'tokens': train_batch[:, trials][:, :, rows]}
+            batches_of_trials = train_batch[:, trials]
+            local_train_batch = {'tokens': batches_of_trials[:, :, rows]}
             train_parts |= sharding.place_batch(config, mesh, local_train_batch)['tokens']
 
             eval_rows = sharding.local_rows(config, mesh)
             local_eval_batch = {'tokens': eval_batch[eval_rows]}
             eval_parts |= sharding.place_rows(config, mesh, local_eval_batch)['tokens']
 
-    # One process reads everything.
+    # One process reads everything. The shards of an array are the parts of its devices.
     train_array = sharding.place_batch(config, mesh, {'tokens': train_batch})['tokens']
     eval_array = sharding.place_rows(config, mesh, {'tokens': eval_batch})['tokens']
     for shard in train_array.addressable_shards:
@@ -275,12 +311,16 @@ def test_processes_together_read_every_row(mesh_config, job):
     ids=str,
 )
 def test_no_row_is_read_twice_if_processes_share_none(mesh_config, job):
+    """In these jobs, no two processes have devices that hold the same rows."""
+    # Whether process p reads row r of trial x, [p, x, r].
     is_read = shares_read(mesh_config, job)
     num_processes_per_row = is_read.sum(axis=0)
     assert (num_processes_per_row == 1).all()
 
 
 def test_a_process_reads_only_the_trials_of_its_devices():
+    """The mesh splits 4 trials into two halves, with a process for each half."""
+    # Whether process p reads row r of trial x, [p, x, r].
     is_read = shares_read(OVER_TRIALS_AND_ROWS, BLOCKS)
     is_trial_read = is_read[:, :, 0]
     assert is_trial_read.tolist() == [
