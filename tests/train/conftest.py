@@ -32,7 +32,10 @@ def small(tiny):
 
 @pytest.fixture(scope='session')
 def pairs_files(tmp_path_factory):
-    """A directory with PAIRS in files such as train.en and validation.de."""
+    """A directory with PAIRS in files such as train.en and validation.de.
+
+    The first 24 of the 30 pairs are for training, and 6 for validation.
+    """
     directory = tmp_path_factory.mktemp('pairs')
     for split, pairs in (('train', PAIRS[:24]), ('validation', PAIRS[24:])):
         english = ''.join(f'{source}\n' for source, _ in pairs)
@@ -44,7 +47,18 @@ def pairs_files(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def task(tiny, pairs_files, tmp_path_factory):
-    """A function that makes a tiny config of a task, as in task('masked', train={...})."""
+    """A function that makes a config of a task, as in task('masked', train={...}).
+
+    A task is what a model predicts in its data, by one of these names:
+
+    - 'language' and 'separate documents': the next token of a text
+    - 'masked': hidden tokens of a text
+    - 'translation': the German sentence of a pair in `pairs_files`
+    - 'causal probe' and 'labelling probe': artificial tasks without a text
+
+    By default there are 8 steps and two trials. The model has one layer of width 16. A translation
+    is searched with a beam of 2.
+    """
     translator = {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}
     pairs = {
         'name': 'parallel',
@@ -78,6 +92,7 @@ def task(tiny, pairs_files, tmp_path_factory):
             'train': {'num_steps': 8},
             'decode': {'beam': 2},
         }
+        # Fields in `sections` come on top of those above.
         for section, fields in sections.items():
             settings[section] = settings.get(section, {}) | fields
         return tiny(**settings)

@@ -66,13 +66,16 @@ def start_training_job(
 ):
     """Starts a job of `count` processes that trains `runs` one after another.
 
+    Returns the processes. The job goes on in the background. `results_of_job` waits for it.
+
     Args:
         directory: The directory of the job.
         runs: Pairs of a config, or a study, and its directory.
-        runs_of_process_1: The runs of process 1, if they differ.
-        count: The number of processes.
-        devices: The number of devices of each process.
-        lost_after: `train(lost=...)` returns True from this call on, counted over all runs.
+        runs_of_process_1: The runs of process 1. By default they are those of process 0.
+        count: The number of processes, by default 2.
+        devices: The number of devices of each process, by default 4.
+        lost_after: The number of a call of `lost`, counted over all runs. From this call on, `lost`
+            says that another job has taken over the run. By default, no run is ever lost.
     """
     directory.mkdir(exist_ok=True)
     write_runs(directory / 'runs.jsonl', runs)
@@ -91,18 +94,23 @@ def write_runs(file, runs):
 
 
 def results_of_job(directory, job):
-    """Waits for a job; returns the results of each run, or the text of its error.
+    """Waits for a job. Returns a list with the results of each run, or its error.
 
     Asserts that all processes have the same results.
+
+    Args:
+        directory: The directory of the job.
+        job: The processes, as `start_training_job` returns them.
     """
-    for code, _, errors in wait_for_results(job, timeout=900):
-        assert code == 0, errors
-    results = []
+    for exit_code, _, errors in wait_for_results(job, timeout=900):
+        assert exit_code == 0, errors
+    results_by_rank = []
     for rank in range(len(job)):
-        results.append(json.loads((directory / f'got{rank}.json').read_text()))
-    for other in results[1:]:
-        assert other == results[0]
-    return results[0]
+        results_by_rank.append(json.loads((directory / f'got{rank}.json').read_text()))
+    results_of_process_0 = results_by_rank[0]
+    for results_of_other in results_by_rank[1:]:
+        assert results_of_other == results_of_process_0
+    return results_of_process_0
 
 
 def train_in_job(directory, config, path, **options):
@@ -124,6 +132,11 @@ def small(tiny):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_device_and_refuse_different_settings(small, tmp_path):
+    """Two processes train a run together if both have the same settings and directory.
+
+    The job is given five runs. The first is trained. The second is the same, so its results are
+    read. The others are refused.
+    """
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)
     other_steps = small(train={'num_steps': 9})
@@ -147,31 +160,42 @@ def test_two_processes_train_as_one_device_and_refuse_different_settings(small, 
         ],
         devices=2,
     )
+    # Meanwhile, this process trains the same run on one device.
     train(small({}, short), tmp_path / 'one')
     results = results_of_job(tmp_path / 'job', job)
     first, again, other_settings_error, other_directory_error, idle_devices_error = results
 
+    # The losses of two processes are those of one device, but for rounding.
     assert_close(tmp_path / 'two', tmp_path / 'one')
     assert first == results_of(tmp_path / 'two')
     assert again == first
-    provenance = json.loads((tmp_path / 'two/provenance.json').read_text())
-    devices = provenance['starts'][0]['devices']
-    assert devices == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
 
+    # provenance.json describes the devices of each start: 2 in each of 2 processes.
+    provenance = json.loads((tmp_path / 'two/provenance.json').read_text())
+    first_start = provenance['starts'][0]
+    assert first_start['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
+
+    # Process 0 has 4 steps in the third run, and process 1 has 9.
     assert 'process 1 has other settings than process 0 (' in other_settings_error
     assert 'train.num_steps: 4 -> 9' in other_settings_error
     assert not (tmp_path / 'differs').exists()
 
+    # Process 1 has another directory for the fourth run.
     other = tmp_path / 'other'
     mine = tmp_path / 'mine'
     assert f'workdir={other} of process 1 is not {mine} of' in other_directory_error
 
+    # The mesh of the fifth run would leave two devices idle.
     assert 'uses 2 of the 4 devices of 2 processes; it must use all of them' in idle_devices_error
     assert not (tmp_path / 'idle').exists()
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
+    """Two processes of four devices have the metrics of one process on the same mesh.
+
+    Configs differ in how 8 devices share a run. One diverges, and one translates.
+    """
     trial_mesh = {'trial': 2, 'data': 4}
     steps_share_a_dispatch = {'steps_per_dispatch': 2, 'log_every': 2}
     short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
@@ -183,6 +207,8 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
         'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
         'translates': task('translation', mesh=trial_mesh, train=short),
     }
+    # The lifting 'vmap' computes trials side by side, 'map' one after another, 'auto' the faster
+    # way. Which one that is depends on the machine, so this run is not compared.
     auto_lifting = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
 
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
@@ -190,10 +216,11 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
     job = start_training_job(tmp_path / 'job', runs)
     for name, config in configs.items():
         train(config, tmp_path / 'one' / name)
-    results = results_of_job(tmp_path / 'job', job)
+    results_by_run = results_of_job(tmp_path / 'job', job)
 
     for name in configs:
         assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
+    # The run has four trials: two seeds at each of the rates 1e-2 and 1e30.
     statuses = [result['status'] for result in results_of(tmp_path / 'two/diverges')]
     assert statuses.count('diverged') == 2
 
@@ -202,7 +229,8 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
     seconds_per_step = choice['seconds_per_step']
     fastest = min(seconds_per_step, key=seconds_per_step.get)
     assert choice['lifting'] == fastest
-    for result in results[-1]:
+    results_of_auto_run = results_by_run[-1]
+    for result in results_of_auto_run:
         assert result['lifting'] == fastest
 
 
@@ -213,20 +241,25 @@ def copy_at_step_4(path, to):
 
 @pytest.mark.slow
 def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
+    """A run may resume in a job with another number of processes, and on another mesh.
+
+    Each run has 8 steps, and checkpoints at the steps 4 and 8.
+    """
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     config = small(mesh)
     two = tmp_path / 'two'
     one = tmp_path / 'one'
 
-    # Two processes train a run, and then one that is lost in step 7. The first run calls `lost` 12
-    # times: after 8 steps, before 2 checkpoints, after the last step and before the results. The
-    # second run calls it after 4 steps, before a checkpoint, and after 3 steps, which is call 20.
+    # Two processes train a run, and then one that is lost in step 7. A run is lost when another job
+    # takes it over. The first run calls `lost` 12 times: after 8 steps, before 2 checkpoints, after
+    # the last step and before the results. The second run calls it after 4 steps, before a
+    # checkpoint, and after 3 steps, which is call 20.
     runs = [(config, two), (config, tmp_path / 'lost')]
     job = start_training_job(tmp_path / 'job', runs, lost_after=12 + 8)
     train(config, one)
-    _, error = results_of_job(tmp_path / 'job', job)
+    _, error_of_lost_run = results_of_job(tmp_path / 'job', job)
     # Process 1 may know it only one step later.
-    assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', error)
+    assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', error_of_lost_run)
     assert [path.name for path in (tmp_path / 'lost/checkpoints').iterdir()] == ['4']
 
     # The parameters of two processes are those of one process.
@@ -253,7 +286,7 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
     train_in_job(tmp_path / 'job', config, resumed_by_two)
     assert_close(resumed_by_two, one)
 
-    # Four processes resume the run of two processes.
+    # Four processes of two devices resume the run of two processes.
     resumed_by_four = copy_at_step_4(two, tmp_path / 'resumed-by-four')
     other_config = small({'trial': 2, 'tensor': 2, 'data': 2})
     train_in_job(tmp_path / 'job', other_config, resumed_by_four, count=4, devices=2)
@@ -262,6 +295,11 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_complete_a_study_as_one_process_does(small, tmp_path):
+    """A job of two processes trains the runs that one process trains for the same study.
+
+    The study compares two variants of attention, with a run for each. A lease is a lock that keeps
+    other workers from training the same run.
+    """
     base = small({'data': 2, 'fsdp': 2, 'tensor': 2})
     study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
     two = tmp_path / 'two'
@@ -270,15 +308,21 @@ def test_two_processes_complete_a_study_as_one_process_does(small, tmp_path):
     # The second pass over the study finds it complete.
     job = start_training_job(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
-    returned = results_of_job(tmp_path / 'job', job)
+    returned_paths = results_of_job(tmp_path / 'job', job)
 
-    assert returned == [str(two), str(two)]
+    # Each pass returns the directory of the study. Both studies have the same plan.
+    assert returned_paths == [str(two), str(two)]
     plan = (two / 'plan.jsonl').read_text()
     assert plan == (one / 'plan.jsonl').read_text()
+
+    # The plan has a line for each run. Both studies have the same metrics, but for rounding.
     runs = [json.loads(line) for line in plan.splitlines()]
-    assert len(runs) == 2
+    num_variants = 2
+    assert len(runs) == num_variants
     for run in runs:
         assert_close(two / run['directory'], one / run['directory'])
+
+    # A run has two trials, each with a line in the results.
     num_results = len((two / 'results.jsonl').read_text().splitlines())
     num_trials = 2
     assert num_results == len(runs) * num_trials
