@@ -45,7 +45,10 @@ def losses_of_targets(logits_BTV, batch):
 
 
 def expected_metrics(logits_BTV, batch):
-    """The metrics of one trial, by name."""
+    """Returns the metrics of one trial by name, computed anew from its logits.
+
+    A target is a position with a positive loss weight. Sums and means are over targets.
+    """
     is_target_BT = batch['loss_weights_BT'] > 0
     targets_BT = batch['targets_BT']
     num_rows = len(targets_BT)
@@ -57,13 +60,15 @@ def expected_metrics(logits_BTV, batch):
     excess_B = nats_BT.sum(-1) - loss * is_target_BT.sum(-1)
     loss_se = np.std(excess_B, ddof=1) * num_rows**0.5 / num_targets
 
+    # A row is solved if all its targets are predicted.
     is_correct_BT = logits_BTV.argmax(-1) == targets_BT
     is_solved_B = [is_correct_BT[b, is_target_BT[b]].all() for b in range(num_rows)]
     three_best_BT3 = np.argsort(logits_BTV)[..., -3:]
     is_in_top_3_BT = (three_best_BT3 == targets_BT[..., None]).any(-1)
 
     # The calibration error compares confidence and accuracy in ten bins of the confidence.
-    probabilities_BTV = np.exp(logits_BTV) / np.exp(logits_BTV).sum(-1, keepdims=True)
+    exp_BTV = np.exp(logits_BTV)
+    probabilities_BTV = exp_BTV / exp_BTV.sum(-1, keepdims=True)
     confidence = probabilities_BTV.max(-1)[is_target_BT]
     gaps = confidence - is_correct_BT[is_target_BT]
     bins = np.floor(10 * confidence)
@@ -85,6 +90,11 @@ def expected_metrics(logits_BTV, batch):
 def test_metrics_of_an_evaluation_are_means_over_targets(
     task, name, monkeypatch, evaluation_only, outside
 ):
+    """An evaluation has the metrics of `expected_metrics`, without dropout or label smoothing.
+
+    A target is a token that the task has to predict. The probe has tokens that stand for no bytes,
+    so it has no bits per byte. `outside` puts the module `confidence` on the path.
+    """
     train = {
         # Batches of 5 rows do not divide the rows, nor chunks of 5 positions a row.
         'batch_size': 5,
@@ -105,12 +115,13 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
 
     evaluation = stack.evaluate('validation')
 
-    # Read all rows at once.
+    # Read all rows at once, as one batch. In evaluations, the random seed of row r is (0, r).
     row_numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(row_numbers), row_numbers], axis=1).astype(np.uint64)
     batch = rows.read('validation', row_numbers, draws_B2)
     num_rows = len(batch['targets_BT'])
 
+    # Each of the two trials has the expected metrics, and the expected loss of each row.
     predict = jax.jit(lambda params: with_params(config.model, params)(**inputs_of(batch)))
     for x in range(2):
         logits_BTV = np.asarray(predict(stack.params(x)), np.float64)
@@ -124,6 +135,7 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
     num_targets = batch['loss_weights_BT'].sum()
     assert evaluation.num_targets == num_targets
     assert evaluation.targets_R.sum() == num_targets
+
     if 'probe' in name:
         assert evaluation.values['bits_per_byte'] is None
     else:
@@ -131,12 +143,13 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
         bits_per_byte = bits_per_token / bytes_per_token
         assert evaluation.values['bits_per_byte'] == pytest.approx(bits_per_byte)
 
-    # A diverged trial has no metrics.
+    # A diverged trial, which is not alive, has no metrics.
     stack.state['trials']['alive'] = jnp.array([True, False])
     loss_X = stack.evaluate('validation').values['loss']
     assert loss_X[0] == evaluation.values['loss'][0]
     assert np.isnan(loss_X[1])
 
+    # An evaluation that a signal ends early has no result.
     assert stack.evaluate('validation', should_stop=lambda: True) is None
 
 
@@ -144,12 +157,23 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
 
 
 def induction_of(config, logits_of):
-    """The induction of two models whose logits [B, T, V] are `logits_of(tokens_BT)`.
+    """Measures the induction of a stand-in model, which is a function of the tokens.
 
-    Returns (gain [X], accuracy [X]), or () if the task does not measure induction.
+    Induction is how well a model predicts the second copy of a sequence of random tokens. The model
+    takes the place of the two trials of the config.
+
+    Args:
+        config: The settings of a run of two trials.
+        logits_of: Maps tokens_BT to the logits of the next tokens, [B, T, V].
+
+    Returns:
+        (gain [X], accuracy [X]), or () if the task does not measure induction. The gain is the
+        loss on the first copy minus the loss on the second copy.
     """
 
     class StackOfTwo(Stack):
+        """Two trials that have the logits of `logits_of`."""
+
         def _measure(self, batch):
             logits_BTV = logits_of(batch['tokens_BT'])
             targets = trials.per_target(metrics.METRICS, logits_BTV, batch['targets_BT'])
@@ -170,7 +194,10 @@ def config(request, tiny):
 
 
 def test_a_model_that_copies_gains_on_the_second_copy(config):
-    # A window holds a sequence of random tokens twice.
+    """Gain is the loss on the first copy minus the loss on the second copy.
+
+    Induction is measured on windows that hold a sequence of random tokens twice.
+    """
     length_of_copy = (config.model.context + 1) // 2
 
     def logits_of_copying(tokens_BT):
@@ -183,23 +210,32 @@ def test_a_model_that_copies_gains_on_the_second_copy(config):
 
     gain_X, accuracy_X = induction_of(config, logits_of_copying)
 
-    # The logits of the targets are 0 in the first copy and 5 in the second.
-    np.testing.assert_allclose(gain_X, 5, rtol=1e-5)
+    # At each position, one logit is 5 and the others are 0. The logit of the target is 0 in the
+    # first copy and 5 in the second. So the losses differ by 5.
+    np.testing.assert_allclose(gain_X, 5 - 0, rtol=1e-5)
+    # Accuracy is that on the second copy, for each of the two trials.
     np.testing.assert_allclose(accuracy_X, [1, 1])
 
 
 def test_a_model_that_does_not_read_its_window_gains_nothing(config):
-    # It always predicts the most frequent token.
+    """If a model always predicts the same token, both copies have the same loss.
+
+    Induction is measured on windows that hold a sequence of random tokens twice.
+    """
+    # The targets are all tokens of a sequence but the first.
     sequences_BH = repeats.sequences(rows_of(config))
     targets = sequences_BH[:, 1:]
     tokens, counts = np.unique(targets, return_counts=True)
     most_frequent = tokens[counts.argmax()]
+    # The same logits for each of the 24 rows of a batch.
     logits_BTV = np.zeros((24, config.model.context, 256), np.float32)
     logits_BTV[..., most_frequent] = 3.0
 
     gain_X, accuracy_X = induction_of(config, lambda tokens_BT: logits_BTV)
 
+    # Both copies have the same targets, so both have the same loss.
     np.testing.assert_allclose(gain_X, [0, 0], atol=1e-6)
+    # The model is right wherever the target is the most frequent token.
     frequency = counts.max() / targets.size
     np.testing.assert_allclose(accuracy_X, [frequency, frequency], rtol=1e-6)
 
@@ -213,7 +249,14 @@ def test_a_masked_model_measures_no_induction(tiny):
 
 
 def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
-    """An `Evaluation` with the given metrics, [X] each. By default it has one row of 16 targets."""
+    """Returns an `Evaluation` of X trials with the given metrics. All other metrics are None.
+
+    Args:
+        nats_RX: The loss of each row, summed over its targets. By default there is one row, with
+            16 times the metric 'loss'.
+        targets_R: The number of targets in each row. By default there is one row of 16 targets.
+        **metrics_X: The values of metrics, such as loss=np.array([2.0, 3.0]) for two trials.
+    """
     if nats_RX is None:
         loss_X = metrics_X['loss']
         nats_RX = 16 * loss_X[None]
@@ -228,13 +271,15 @@ def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
 
 
 def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=None):
-    """The results of trials after step 7.
+    """Returns the results of a run that ended after step 7, one dict per trial.
+
+    Nothing is trained. The evaluations stand for those of the trained models.
 
     Args:
         config: The settings of the run.
         evaluations: The last `Evaluation` of each split.
         end_metrics: What the task measures when training ends, [X] by field.
-        alive: Whether each trial has not diverged; by default none has.
+        alive: Whether the losses of each trial were finite in training, which is the default.
         of_corpora: The last `Evaluation` on each further corpus.
     """
     of_corpora = of_corpora or {}
@@ -254,30 +299,41 @@ def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=Non
 
 
 def test_rows_without_documents_are_grouped_into_128_clusters(tiny):
-    """Row r is in cluster r modulo 128."""
+    """Rows that belong to no document are grouped: row r is in cluster r modulo 128.
+
+    The task `recall` makes its rows itself. A cluster without targets is left out.
+    """
     config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
-    nats_R = np.arange(304.0)
-    # Rows from 256 on have no targets, nor has cluster 5.
-    targets_R = np.full(304, 2.0)
+    # 300 rows are evaluated, in 38 batches of 8 rows. The last 4 rows pad the last batch.
+    num_padded_rows = 304
+    nats_R = np.arange(float(num_padded_rows))
+    # Each row has two targets. Rows from 256 on have none, nor has cluster 5.
+    targets_R = np.full(num_padded_rows, 2.0)
     targets_R[256:] = 0
     targets_R[5::128] = 0
     evaluation = evaluation_of(nats_R[:, None], targets_R, loss=np.array([1.0]))
 
     stack = SimpleNamespace(config=config, rows=rows_of(config))
-    statuses = [{'status': 'finished'}]
-    documents = results.document_results(stack, {'test': evaluation}, statuses)['test']
+    results_of_trials = [{'status': 'finished'}]
+    losses_by_split = results.document_results(stack, {'test': evaluation}, results_of_trials)
+    clusters_of_split = losses_by_split['test']
 
-    # 300 of the 304 rows are evaluated. The others pad the last batch.
     clusters = [cluster for cluster in range(128) if cluster != 5]
+    # The losses of a cluster are those of each 128th row, up to row 299.
     nats = [sum(nats_R[cluster:300:128]) for cluster in clusters]
-    assert documents['documents'] == [str(cluster) for cluster in clusters]
-    assert documents['tokens'] == [2 * 2] * 127  # two rows of two targets
-    assert documents['nats'] == [nats]
+    assert clusters_of_split['documents'] == [str(cluster) for cluster in clusters]
+    # Of the first 256 rows, each cluster has two rows of two targets.
+    assert clusters_of_split['tokens'] == [2 * 2] * 127
+    # The only trial has one list of losses.
+    assert clusters_of_split['nats'] == [nats]
 
 
 @pytest.fixture
 def result_without_test_split(tiny):
-    """The result of one trial. It has no test split, and no standard error of the loss."""
+    """The result of one trial with a validation loss of 2.0, after step 7.
+
+    There is no test split. The standard error of the loss is not a number.
+    """
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
     validation = evaluation_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
     by_trial = results_of(config, {'validation': validation})
@@ -305,7 +361,12 @@ def test_a_measurement_that_does_not_apply_is_absent(result_without_test_split):
 
 
 def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
-    """The gradient of the last step was finite, the parameters after it are not."""
+    """A trial diverges by its last step if the evaluation after it has an infinite loss.
+
+    The gradient of that step was finite, but the parameters after it are not. `results_of` gives
+    the results of a run of two trials that ended after step 7.
+    """
+    last_step = 7
     loss_X = np.array([2.0, np.inf])
     evaluation = evaluation_of(loss=loss_X, accuracy=np.array([0.5, 0.0]))
     end_metrics = {'val_induction_gain': loss_X}
@@ -317,7 +378,9 @@ def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
     assert finished['status'] == 'finished'
     assert finished['diverged_at'] is None
     assert diverged['status'] == 'diverged'
-    assert diverged['diverged_at'] == 7
+    assert diverged['diverged_at'] == last_step
+
+    # A diverged trial has no metrics, not even those with a finite value.
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
         assert finished[name] is not None
         assert diverged[name] is None
@@ -340,9 +403,11 @@ def test_a_trial_that_diverged_last_has_no_metrics_on_further_corpora(tiny):
 
 
 def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
+    """End metrics are what a task measures when training ends, for finished trials only."""
     validation = evaluation_of(loss=np.array([2.0, np.nan]))
     end_metrics = {'val_induction_gain': np.array([1.5, 0.5])}
 
+    # The second trial is not alive: its loss was not finite at an earlier step.
     finished, diverged = results_of(
         tiny(), {'validation': validation}, end_metrics, alive=[True, False]
     )
@@ -353,6 +418,11 @@ def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
 
 @pytest.mark.slow
 def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outside):
+    """The result of a trial has a metric that a task from outside declares.
+
+    The task `Ahead` of the module `ahead` is to predict the token after the next one. `Ahead`
+    declares the metric 'nearer': how often the model predicts the next token.
+    """
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
     built = program.build(config)
@@ -363,7 +433,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
         stack, {'validation': validation}, costs={}, provenance={}, diverged_at={}, corpora={}
     )
 
-    # The metric is the accuracy on next tokens.
+    # Compute the accuracy on next tokens, which are the targets of language modelling.
     read_next_tokens = functools.partial(
         pipeline.eval_batches,
         LanguageRows(rows.dataset, rows.length),
@@ -373,9 +443,14 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     sums = stack.sums(read_next_tokens)
     accuracy_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
     assert [result['val_nearer'] for result in by_trial] == accuracy_X.tolist()
+
+    # Language modelling would measure induction. The task replaces its end metrics.
     assert 'val_induction_gain' not in by_trial[0]
+
     # The result describes the metric, so it can be read without the module of the task.
-    assert metrics_of(by_trial[0])['nearer'] == rows.metrics[0]
+    described_metrics = metrics_of(by_trial[0])
+    (nearer,) = rows.metrics
+    assert described_metrics['nearer'] == nearer
 
 
 def test_an_end_metric_that_is_not_declared_is_refused(tiny):
