@@ -57,9 +57,11 @@ def test_a_size_is_shown_in_the_largest_unit_that_fits(num_bytes, size):
 
 @pytest.fixture(scope='module')
 def describe_run(tiny):
-    """A function that describes a dry run of one trial, as in describe_run(data=2, fsdp=4).
+    """A function that describes a dry run. A dry run compiles a run for a pod, and trains nothing.
 
-    The model has one layer. Keyword arguments are sizes of the mesh.
+    The run has one trial, a model of one layer, and 2 steps in a dispatch. By default the pod is
+    'h100-1x8': 1 host of 8 GPUs. Other keyword arguments are sizes of the mesh, as in
+    describe_run(data=2, fsdp=4).
     """
 
     def describe(pod='h100-1x8', model={}, **mesh):  # noqa: B006 (never changed)
@@ -139,7 +141,13 @@ def fully_sharded(describe_run):
 
 @pytest.mark.slow
 def test_fsdp_splits_the_state(fully_sharded, data_parallel):
-    assert data_parallel.memory['parameters'] == 4 * data_parallel.parameters
+    """With fsdp=8, each of 8 devices holds an eighth of the parameters, and less of the rest.
+
+    `data_parallel` is a dry run with the mesh data=8, where each device holds all parameters.
+    """
+    bytes_per_number = 4
+    bytes_of_parameters = bytes_per_number * data_parallel.parameters
+    assert data_parallel.memory['parameters'] == bytes_of_parameters
     assert data_parallel.memory['parameters'] == 8 * fully_sharded.memory['parameters']
     content = 'gradients and temporaries'
     assert fully_sharded.memory[content] < data_parallel.memory[content]
@@ -147,6 +155,10 @@ def test_fsdp_splits_the_state(fully_sharded, data_parallel):
 
 @pytest.mark.slow
 def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
+    """Both dry runs split a batch of 8 rows over 8 devices.
+
+    `data_parallel` has the mesh data=8. `fully_sharded` has fsdp=8, which splits parameters, too.
+    """
     batch_size = 8
     context = 16
     run = fully_sharded
@@ -157,6 +169,7 @@ def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
     flops_per_device = 6 * data_parallel.parameters * context
     assert run.flops == pytest.approx(flops_per_device, rel=0.5)
 
+    # The pod has H100s. The seconds of a step are those at their peak rate.
     peak_flops_of_h100 = 989e12
     assert run.seconds == pytest.approx(run.flops / peak_flops_of_h100)
 
@@ -170,6 +183,11 @@ def test_a_tpu_slice_is_compiled_by_its_own_compiler(describe_run):
 
 
 def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch):
+    """The page of a dry run warns of too little memory.
+
+    The page also names arrays that cannot be split as preferred.
+    """
+    # The program needs more than 300 kB on a device.
     small_chip = dataclasses.replace(CHIPS['h100'], hbm=300_000)
     monkeypatch.setitem(CHIPS, 'h100', small_chip)
 
@@ -177,9 +195,13 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
 
     lines = page.splitlines()
     assert all(len(line) <= 100 for line in lines)
-    assert 'attention of 16 queries to 16 keys by einsum: contexts are below 256' in lines
     assert 'WARNING the program DOES NOT FIT' in page
-    # This note may be wrapped over two lines.
+
+    # A run with a context of 16 uses the kernel `einsum` for attention.
+    assert 'attention of 16 queries to 16 keys by einsum: contexts are below 256' in lines
+
+    # N = 4 heads cannot be split over 8 devices, but their size H = 8 can. The note may be wrapped
+    # over two lines.
     page_on_one_line = ' '.join(page.split())
     assert 'N=4 does not divide over tensor=8; split over H' in page_on_one_line
 
@@ -202,6 +224,7 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
     ],
 )
 def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, mesh, pod, message):
+    """A pod such as h100-2x8 has 2 hosts of 8 GPUs. A CPU device stands for each of them."""
     assert len(jax.devices()) == 8
     # The refusal comes before `check_parts`, in which a schedule from outside may start JAX.
     monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
@@ -210,6 +233,10 @@ def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, m
 
 
 def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
+    """A dry run is appended to a CSV file as a row, here twice.
+
+    `data_parallel` is a dry run of one trial for the pod 'h100-1x8', with the mesh data=8.
+    """
     path = tmp_path / 'log.csv'
     run = data_parallel
 
@@ -218,9 +245,11 @@ def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
 
     first, second = csv.DictReader(path.read_text().splitlines())
     assert second == first
-    assert first['run'] == f'h100-1x8 data=8 1 x {run.parameters}'
+    num_trials = 1
+    assert first['run'] == f'h100-1x8 data=8 {num_trials} x {run.parameters}'
     assert first['compiler'] == run.compiler
     assert first['devices'] == '8'
+
     # Parameters and AdamW's two moments take 4 bytes each.
     state_gb = 3 * 4 * run.parameters / 1e9
     assert float(first['state_gb']) == pytest.approx(state_gb, rel=1e-3)

@@ -35,6 +35,10 @@ def params_of(model: ModelConfig) -> dict:
 
 @pytest.mark.parametrize('place', ['disk', 'bucket'])
 def test_load_returns_what_was_saved(tmp_path, bucket, place):
+    """An export holds the settings and parameters of a model, on disk or in an object store.
+
+    The fixture `bucket` serves the object store `gs://runs`.
+    """
     path = str(tmp_path / 'w') if place == 'disk' else 'gs://runs/w'
     params = params_of(MODEL)
 
@@ -44,6 +48,8 @@ def test_load_returns_what_was_saved(tmp_path, bucket, place):
     assert saved_path == as_path(path)
     assert loaded_model == MODEL
     jax.tree.map(np.testing.assert_array_equal, loaded_params, params)
+
+    # A path without an export is refused.
     with refused('holds neither exported parameters .* nor a run'):
         exported.load(f'{path}/absent')
 
@@ -75,7 +81,11 @@ class ContinuedRun:
 
 @pytest.fixture(scope='module')
 def continued(small, small_run, tmp_path_factory):
-    """A `ContinuedRun` that was trained under the umask 0o077."""
+    """A `ContinuedRun`: a finished run that started from the last parameters of `small_run`.
+
+    The export of these parameters is deleted. Training had the umask 0o077, which gives permissions
+    to the user alone.
+    """
     directory = tmp_path_factory.mktemp('continued')
     model, params = exported.load(small_run.path)
     assert model == small_run.config.model
@@ -92,8 +102,10 @@ def continued(small, small_run, tmp_path_factory):
 
 
 def test_training_starts_from_exported_parameters(small_run, continued):
+    """`small_run` started from random parameters, and `continued` from those that it ended with."""
     random_start_records = read_metrics(small_run.path / 'metrics.jsonl')
     records = read_metrics(continued.path / 'metrics.jsonl')
+    # The losses of the first trial at the first step, in nats.
     loss_of_random_start = random_start_records[0]['loss'][0]
     loss = records[0]['loss'][0]
     assert loss < loss_of_random_start - 0.5
@@ -131,11 +143,14 @@ def test_a_run_without_its_first_parameters_makes_no_directory(continued, tmp_pa
 
 
 def test_the_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
+    """A checkpoint is loaded only if it has the hash of the directory's settings."""
     path = shutil.copytree(small_run.path, tmp_path / 'run')
+    # Replace the settings of the copied run by those of a run with other seeds.
     other_config = small(trials={'seeds': (5, 7)})
-    other = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
-    write_json(path / 'config.json', other)
+    other_settings = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
+    write_json(path / 'config.json', other_settings)
 
+    # The newest checkpoint is that of step 12.
     with refused('12 is of a run with another configuration', CheckpointError):
         exported.load(path)
 
@@ -195,6 +210,10 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
     ],
 )
 def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message):
+    """The parameters of MODEL do not fit a model with one other setting.
+
+    MODEL has matrices W_V and tied embeddings. Its 2 layers have width 16, and MLPs of width 64.
+    """
     other_model = dataclasses.replace(MODEL, **changes)
     with refused(message):
         exported.check(other_model, params_of(MODEL), 'w')
@@ -202,18 +221,25 @@ def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message
 
 @pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
 def test_damaged_files_are_named(tmp_path, name):
+    """Loading an export is refused if one of its two files is damaged in any way.
+
+    PARAMETERS is the file of arrays. ABOUT is JSON, with settings and checksums.
+    """
     exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
     content = (tmp_path / name).read_bytes()
-    flipped_bit = bytearray(content)
-    flipped_bit[-5] ^= 1
-    damaged = [*damages.whole(content), ('one bit', bytes(flipped_bit))]
-    if name == exported.ABOUT:
-        damaged += damages.fields(content)
 
-    for label, damaged_content in damaged:
+    # A damage concerns the whole file, such as a missing end, or one bit, or one field.
+    content_with_flipped_bit = bytearray(content)
+    content_with_flipped_bit[-5] ^= 1
+    labels_and_damages = [*damages.whole(content), ('one bit', bytes(content_with_flipped_bit))]
+    if name == exported.ABOUT:
+        labels_and_damages += damages.fields(content)
+
+    for label, damaged_content in labels_and_damages:
         damages.replace(tmp_path / name, damaged_content)
+        # The checksum of the JSON file is optional, so a file without it is valid.
         if label == '0: without crc32':
-            exported.load(tmp_path)  # the checksum is optional
+            exported.load(tmp_path)
         else:
             with refused(name):
                 exported.load(tmp_path)
