@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures('programs_kept')
 def config_with_corpora(small, tmp_path_factory):
     """A function that makes a config like that of `small_run`, with three further corpora.
 
-    They are two splits of its own data, and a file of 4,000 lines.
+    A further corpus is a text on which evaluations of a run measure its models, too. '@test' and
+    '@train' are splits of the run's own data. 'text:PATH' is a file of 4,000 lines.
     """
     path = tmp_path_factory.mktemp('corpus') / 'lines.txt'
     path.write_text(''.join(f'{number} bottles on the wall\n' for number in range(4000)))
@@ -58,14 +59,16 @@ def without_corpora(records):
 
 
 def train_with_signal(config, path, signal_at=None):
-    """Trains a run and returns the splits that it evaluates, in order.
+    """Trains a run and returns the splits that this start evaluates, in order.
 
-    SIGTERM comes when evaluation number `signal_at` of this start begins.
+    SIGTERM comes when evaluation number `signal_at` of this start begins. The first one has number
+    1. With None, no signal comes.
     """
     splits = []
     eval_batches = pipeline.eval_batches
 
     def eval_batches_with_signal(rows, split, **options):
+        """Replaces pipeline.eval_batches, which an evaluation calls once for its batches."""
         splits.append(split)
         if len(splits) == signal_at:
             signal.raise_signal(signal.SIGTERM)
@@ -80,6 +83,7 @@ def train_with_signal(config, path, signal_at=None):
 def test_each_evaluation_has_the_logged_metrics_on_each_corpus(run):
     records = read_metrics(run.path / 'metrics.jsonl')
     evaluations = [record for record in records if record['kind'] == 'eval']
+    # The run evaluates after each 4th of its 12 steps.
     assert [record['step'] for record in evaluations] == [4, 8, 12]
     for record in evaluations:
         for corpus in run.config.data.evaluate:
@@ -100,16 +104,22 @@ def test_losses_on_a_corpus_change_from_evaluation_to_evaluation(run):
 
 
 def test_the_results_are_those_of_the_last_evaluation(run):
+    """The losses in the results are those of the evaluation after the last step.
+
+    A field such as 'loss[@test]' holds the loss on the further corpus '@test'.
+    """
     records = read_metrics(run.path / 'metrics.jsonl')
     last_evaluation = records[-2]
     final = records[-1]
-    results = results_of(run.path)
+    results = results_of(run.path)  # one for each trial
     for corpus in run.config.data.evaluate:
         field = f'loss[{corpus}]'
-        losses = [result[field] for result in results]
-        assert last_evaluation[field] == losses
-        assert final[field] == losses
-        perplexities = [math.exp(loss) for loss in losses]
+        loss_by_trial = [result[field] for result in results]
+        assert last_evaluation[field] == loss_by_trial
+        assert final[field] == loss_by_trial
+
+        # Perplexity is the exponential of the loss.
+        perplexities = [math.exp(loss) for loss in loss_by_trial]
         assert perplexities == pytest.approx(final[f'perplexity[{corpus}]'])
 
 
@@ -120,18 +130,25 @@ def test_metrics_on_the_own_test_split_are_the_test_metrics(run):
 
 
 def test_results_describe_the_corpora(run):
+    """A result identifies each further corpus: by name, by fingerprints, by number of tokens.
+
+    '@test' and '@train' are splits of the run's own data. The third corpus is a text file.
+    """
     result = results_of(run.path)[0]
     assert corpora_of(result) == run.config.data.evaluate
-
-    text = run.config.data.evaluate[2]
     descriptions = result['data']['evaluate']
+    assert len(descriptions) == 3
+
+    # A fingerprint is a hash of a split. '@test' is the test split of the run's own data.
     own_fingerprints = result['data']['fingerprints']
     assert descriptions['@test']['fingerprints'] == {'test': own_fingerprints['test']}
+
+    text = run.config.data.evaluate[2]
     assert descriptions[text]['name'] == 'text'
 
+    # The run is evaluated on 8 rows of each corpus. Each token is a target.
     rows = 8
     tokens_per_row = 16
-    assert len(descriptions) == 3
     for description in descriptions.values():
         assert description['eval_tokens'] == rows * tokens_per_row
 
@@ -145,15 +162,19 @@ def test_results_have_every_metric_on_each_corpus(run):
 
 
 def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
+    """`run` has the settings of `small_run`, but is evaluated on three further corpora, too."""
     assert fingerprint(run.config) != fingerprint(small_run.config)
 
+    # Without fields such as 'loss[@test]', both runs have the same records.
     records = read_metrics(run.path / 'metrics.jsonl')
     expected_records = read_metrics(small_run.path / 'metrics.jsonl')
     assert without_times(without_corpora(records)) == without_times(expected_records)
 
+    # The file has the losses on documents of the run's own data.
     documents = (run.path / 'documents.json').read_bytes()
     assert documents == (small_run.path / 'documents.json').read_bytes()
 
+    # Both runs have the same metrics and data, apart from the descriptions of the corpora.
     results = results_of(run.path)
     expected_results = results_of(small_run.path)
     for result, expected_result in zip(results, expected_results, strict=True):
@@ -164,16 +185,25 @@ def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
 
 
 def test_a_run_stopped_in_the_evaluation_of_a_corpus_resumes_bitwise(run, tmp_path):
-    # The second evaluation of a start is on @test, the fourth one on the text.
-    for number in (2, 4):
+    """A start that SIGTERM stops in an evaluation logs none of it. The next start repeats it all.
+
+    An evaluation begins with the validation split. Then come the corpora '@test', '@train' and a
+    text.
+    """
+    # The first start is stopped on '@test', at step 4. The second one begins with the evaluation
+    # of step 4, and is stopped on the text.
+    number_of_test = 2
+    number_of_text = 4
+    for number in (number_of_test, number_of_text):
         with pytest.raises(Stopped, match='stopped at step 4 of 12'):
             train_with_signal(run.config, tmp_path, signal_at=number)
         last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
         assert last_record['kind'] == 'train'
 
+    # The third start completes the run, which has no trace of the signals.
     splits = train_with_signal(run.config, tmp_path)
 
-    # The split of the text is called validation, too.
+    # The split of the text is called validation, like that of the run's own data.
     assert splits[:4] == ['validation', 'test', 'train', 'validation']
     assert_same_run(tmp_path, run.path)
 
@@ -185,6 +215,7 @@ def test_the_last_evaluation_is_made_again_after_a_resume(run, tmp_path):
 
     results = train(run.config, path)
 
+    # The results are written again. The resumed run equals the run that was not interrupted.
     assert results == results_of(path)
     assert_same_run(path, run.path)
 
@@ -192,11 +223,12 @@ def test_the_last_evaluation_is_made_again_after_a_resume(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [{'data': 2, 'trial': 2}, {'fsdp': 2, 'tensor': 2}], ids=str)
 def test_corpora_have_the_same_losses_on_a_mesh(run, config_with_corpora, tmp_path, mesh):
+    """Four devices have the losses of one device, but for rounding. `run` used one device."""
     config = config_with_corpora(mesh=mesh, train={'accumulation': 1})
 
     train(config, tmp_path / 'mesh')
 
-    results = results_of(tmp_path / 'mesh')
+    results = results_of(tmp_path / 'mesh')  # one for each trial
     expected_results = results_of(run.path)
     for result, expected_result in zip(results, expected_results, strict=True):
         for corpus in run.config.data.evaluate:
@@ -205,6 +237,7 @@ def test_corpora_have_the_same_losses_on_a_mesh(run, config_with_corpora, tmp_pa
 
 
 def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_path):
+    # With the learning rate 1e30, the losses of the second trial are not finite.
     config = config_with_corpora(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
 
     finished, diverged = train(config, tmp_path)
@@ -217,16 +250,21 @@ def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_pat
 
 
 def test_a_corpus_that_has_changed_is_refused(run, tmp_path, monkeypatch):
+    """A resumed run compares the identity of each corpus with that in its checkpoint."""
+    # Without its results, the copy of a finished run resumes from its last checkpoint.
     no_result = shutil.ignore_patterns('result.json')
     path = shutil.copytree(run.path, tmp_path / 'run', ignore=no_result)
     identity = TokenDataset.identity
 
     def changed_identity(dataset):
+        """Replaces TokenDataset.identity, and gives the text file another version."""
         if dataset.name == 'text':
             return identity(dataset) | {'version': 'other'}
         return identity(dataset)
 
     monkeypatch.setattr(TokenDataset, 'identity', changed_identity)
+
+    # The third corpus of the run is the text file.
     text = run.config.data.evaluate[2]
     with refused(rf'\(evaluate.{text}.version: "\S+" -> "other"\)', CheckpointError):
         train(run.config, path)

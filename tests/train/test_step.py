@@ -60,16 +60,27 @@ def language_batch(tokens):
 
 
 def three_steps(config, tokens=None, lifting='vmap'):
-    """The state after three steps on the same tokens, and the metrics [3, X] of the steps."""
+    """Takes three training steps of all trials of a config, each on the same tokens.
+
+    Returns the state after the steps, and their metrics [3, X] for X trials.
+
+    Args:
+        config: The settings. Each of its trials has a seed, a learning rate and a weight decay.
+        tokens: The rows, as `random_tokens` makes them, which is the default.
+        lifting: 'vmap' computes trials side by side, 'map' one after another.
+    """
     if tokens is None:
         tokens = random_tokens(config)
-    batch = language_batch(jnp.broadcast_to(tokens, (3, *tokens.shape)))
+    tokens_of_steps = jnp.broadcast_to(tokens, (3, *tokens.shape))
+    batch = language_batch(tokens_of_steps)
+    # The seed, learning rate and weight decay of each trial, as arrays [X].
     hyper = {}
     for name, dtype in program.HYPER.items():
         hyper[name] = jnp.array([trial[name] for trial in config.trials.trials()], dtype)
 
     init, train_steps = compiled_functions(config.model, config.optimizer, config.train, lifting)
-    return train_steps(init(hyper['seed']), hyper, batch)
+    initial_state = init(hyper['seed'])
+    return train_steps(initial_state, hyper, batch)
 
 
 def params_of(config):
@@ -88,7 +99,10 @@ def assert_close(got, want, rtol):
 
 @pytest.fixture
 def four_trials(tiny):
-    """A function that makes a config of four trials: two learning rates times two seeds."""
+    """A function that makes a config of four trials: two learning rates times two seeds.
+
+    The rates are 1e-2 for the first two trials, and 1e-3 for the others.
+    """
 
     def make(trials=None, **model):
         trials = {'learning_rates': (1e-2, 1e-3), 'seeds': (0, 5)} | (trials or {})
@@ -99,38 +113,51 @@ def four_trials(tiny):
 
 @pytest.mark.stored
 def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
-    """The numbers change with the initialization, the loss, the optimizer or JAX's random bits.
+    """The first step of two seeds has the losses and norms in GOLDEN, at the top of this file.
 
-    Then copy them from the message. The logits have a standard deviation near 1 before training,
-    so the loss is about 0.5 nats above log V.
+    The numbers change with the initialization, the loss, the optimizer or JAX's random bits. After
+    such a change, copy the numbers from the message.
     """
     _, metrics = three_steps(four_trials({'seeds': (0, 1)}))
+    # The first of the three steps, and the first two of the four trials.
     got = {name: np.asarray(metrics[name][0, :2]).tolist() for name in GOLDEN}
 
-    for name, want in GOLDEN.items():
-        np.testing.assert_allclose(got[name], want, rtol=2e-6, err_msg=str(got))
-    loss_of_uniform_guess = np.log(256)
+    for name, stored in GOLDEN.items():
+        np.testing.assert_allclose(got[name], stored, rtol=2e-6, err_msg=str(got))
+
+    # Before training, logits have a standard deviation near 1. That raises the loss by about 0.5
+    # nats above that of a uniform guess.
+    vocab_size = 256
+    loss_of_uniform_guess = np.log(vocab_size)
     assert min(got['loss']) > loss_of_uniform_guess
     assert max(got['loss']) < loss_of_uniform_guess + 1
+    # The seeds differ, so the losses do.
     assert min(got['loss']) < max(got['loss'])
 
 
 def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
+    """Loss and gradient are means over all targets, however the batch is cut into microbatches.
+
+    Here one microbatch has more targets, so the mean of their means would be wrong.
+    """
     config = four_trials(num_layers=1)
     params = params_of(config)
-    batch = language_batch(jnp.asarray(random_tokens(config)[0]))
-    # The two microbatches hold very different numbers of targets.
+    tokens_of_first_trial = random_tokens(config)[0]
+    batch = language_batch(jnp.asarray(tokens_of_first_trial))
+    # Of two microbatches of 4 rows, the first has 2 targets per row, the second 16.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
     batch['loss_weights_BT'] = jnp.asarray(weights_ABT)
     whole_batch = jax.tree.map(lambda a_ABT: a_ABT.reshape(-1, 16), batch)
 
+    # The loss and its gradient on the whole batch, divided once by the number of targets.
     def mean_loss(params):
         loss_sum, _ = step.objective(config, params, whole_batch)
         return loss_sum / weights_ABT.sum()
 
     expected = jax.jit(jax.value_and_grad(mean_loss))(params)
 
+    # `step.gradients` takes arrays with a leading axis of microbatches, of size 2 and of size 1.
     gradients = jax.jit(functools.partial(step.gradients, config))
     one_microbatch = jax.tree.map(lambda a_BT: a_BT[None], whole_batch)
     assert_close(gradients(params, batch), expected, 1e-6)
@@ -139,21 +166,32 @@ def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
 
 @pytest.mark.parametrize('lifting', slow_except(['vmap'], ['vmap', 'map']))
 def test_trials_train_as_they_do_alone(four_trials, lifting):
+    """Trials that are trained together have the losses and parameters of single trials.
+
+    The lifting 'vmap' computes trials side by side, 'map' one after another.
+    """
     config = four_trials()
     tokens = random_tokens(config)
 
     state, metrics = three_steps(config, tokens, lifting)
 
+    # The learning rate is the trial's peak, here 1e-2, times the fraction of the schedule.
     assert int(state['step']) == 3
     fraction_of_step = schedule(config.optimizer, config.train.num_steps)
     fractions_C = jnp.stack([fraction_of_step(i) for i in range(3)])
     assert len(set(fractions_C.tolist())) == 3  # the learning rate changes at each step
-    np.testing.assert_allclose(metrics['learning_rate'][:, 0], 1e-2 * fractions_C, rtol=1e-6)
+    rates_of_first_trial = metrics['learning_rate'][:, 0]
+    np.testing.assert_allclose(rates_of_first_trial, 1e-2 * fractions_C, rtol=1e-6)
 
+    # Train each trial again, without the others, on its own tokens.
     for x, trial in enumerate(config.trials.trials()):
-        alone = {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
-        state_alone, metrics_alone = three_steps(four_trials(alone), tokens[x : x + 1])
-        np.testing.assert_allclose(metrics['loss'][:, x], metrics_alone['loss'][:, 0], rtol=1e-5)
+        only_trial = {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
+        state_alone, metrics_alone = three_steps(four_trials(only_trial), tokens[x : x + 1])
+
+        losses = metrics['loss'][:, x]
+        losses_alone = metrics_alone['loss'][:, 0]
+        np.testing.assert_allclose(losses, losses_alone, rtol=1e-5)
+
         leaves = jax.tree.leaves(state['trials']['params'])
         leaves_alone = jax.tree.leaves(state_alone['trials']['params'])
         for leaf, leaf_alone in zip(leaves, leaves_alone, strict=True):
@@ -161,39 +199,51 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
 
 
 def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
+    """A trial diverges when its loss is not finite. Then it keeps its last finite parameters."""
+    # The first two trials have the learning rate 1e-2. The last two have 1e30, and diverge.
     state, metrics = three_steps(four_trials({'learning_rates': (1e-2, 1e30)}))
+    # Without the high rate, no trial diverges.
     _, expected_metrics = three_steps(four_trials())
 
-    # The first two trials have the learning rate 1e-2.
     assert state['trials']['alive'].tolist() == [True, True, False, False]
-    assert np.isfinite(metrics['loss'][:, :2]).all()
-    np.testing.assert_allclose(metrics['loss'][:, :2], expected_metrics['loss'][:, :2], rtol=1e-5)
 
-    # A diverged trial keeps its last finite parameters.
-    assert np.isnan(metrics['loss'][-1, 2:]).all()
+    # The first two trials have the losses that they have beside trials that do not diverge.
+    losses = metrics['loss'][:, :2]
+    expected_losses = expected_metrics['loss'][:, :2]
+    assert np.isfinite(losses).all()
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+    losses_at_last_step = metrics['loss'][-1]
+    assert np.isnan(losses_at_last_step[2:]).all()
     for leaf in jax.tree.leaves(state['trials']['params']):
         assert np.isfinite(leaf).all()
 
 
 def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
+    """With compute_dtype='bfloat16', the model computes in bfloat16. Parameters stay float32."""
+    # By default, steps compute in float32.
     _, expected_metrics = three_steps(four_trials())
     state, metrics = three_steps(four_trials(compute_dtype='bfloat16'))
 
     for leaf in jax.tree.leaves(state['trials']['params']):
         assert leaf.dtype == 'float32'
 
-    # The loss is rounded, but not by much.
-    loss = np.asarray(metrics['loss'][0])
+    # The losses of the first step differ, so they were rounded, but not by much.
+    loss_of_first_step = np.asarray(metrics['loss'][0])
     expected_loss = np.asarray(expected_metrics['loss'][0])
-    np.testing.assert_allclose(loss, expected_loss, rtol=2e-2)
-    assert np.abs(loss - expected_loss).max() > 1e-6
+    np.testing.assert_allclose(loss_of_first_step, expected_loss, rtol=2e-2)
+    largest_difference = np.abs(loss_of_first_step - expected_loss).max()
+    assert largest_difference > 1e-6
 
 
 def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
-    # Without updates, losses differ only by what is dropped.
+    """A trial that is trained again drops the same units, which differ from step to step."""
+    # The parameters stay as they are, and all steps have the same tokens. So the losses of a trial
+    # differ only by what is dropped.
     no_updates = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
 
     def losses_with(dropout):
+        """The losses of the four trials in three steps, [3, 4]."""
         _, metrics = three_steps(four_trials(no_updates, dropout=dropout))
         return np.asarray(metrics['loss'])
 
@@ -202,9 +252,14 @@ def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
     losses_without_dropout_CX = losses_with(dropout=0.0)
 
     np.testing.assert_array_equal(losses_CX, losses_again_CX)
-    assert np.abs(losses_CX[0] - losses_without_dropout_CX[0]).min() > 1e-4
-    # Each step drops other units.
-    assert np.abs(losses_CX[0] - losses_CX[1]).min() > 1e-4
+
+    # Dropout changes the loss of every trial in the first step.
+    changes_by_dropout_X = np.abs(losses_CX[0] - losses_without_dropout_CX[0])
+    assert changes_by_dropout_X.min() > 1e-4
+
+    # In each trial, the second step drops other units than the first.
+    changes_by_step_X = np.abs(losses_CX[0] - losses_CX[1])
+    assert changes_by_step_X.min() > 1e-4
 
 
 @pytest.mark.parametrize('field', ['attention_dropout', 'activation_dropout'])
@@ -215,31 +270,47 @@ def test_each_kind_of_dropout_alone_draws_random_numbers(four_trials, field):
 
 @pytest.mark.slow
 def test_remat_keeps_less_for_the_same_gradient(four_trials):
+    """Rematerialization keeps fewer arrays for the backward pass, which computes them again.
+
+    'full' keeps the input of each layer, and 'dots' also the results of matrix products.
+    """
     plain_config = four_trials()
     params = params_of(plain_config)
+    # One microbatch of one trial: 4 rows.
     batch = language_batch(jnp.asarray(random_tokens(plain_config)[0, 0]))
     grads = {}
     num_kept = {}
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four_trials(dropout=0.1, remat=remat, scan_unroll=unroll)
         objective = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
+        # The pullback is the backward pass. Its leaves are the arrays that it reads.
         total, pullback, _ = jax.vjp(jax.jit(objective), params, has_aux=True)
         (grads[remat],) = pullback(jnp.ones_like(total))
-        # The leaves of a pullback are the arrays that the backward pass reads.
         num_kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
 
     assert_close(grads['full'], grads['none'], 1e-4)
     assert_close(grads['dots'], grads['none'], 1e-4)
 
-    # 'dots' keeps q, k, v, the output of attention, and the hidden layer of the MLP.
+    # `stream` is the size of one array of the model's width in each layer. The hidden layer of an
+    # MLP is four times as wide.
     model = plain_config.model
-    stream = model.num_layers * 4 * model.context * model.d_model  # a batch of 4 rows
+    num_rows = 4
+    stream = model.num_layers * num_rows * model.context * model.d_model
     hidden = 4 * stream
-    assert num_kept['dots'] - num_kept['full'] == 3 * stream + stream + hidden
+    # 'dots' keeps q, k, v, the output of attention, and the hidden layer of the MLP.
+    queries_keys_and_values = 3 * stream
+    output_of_attention = stream
+    kept_products = queries_keys_and_values + output_of_attention + hidden
+    assert num_kept['dots'] - num_kept['full'] == kept_products
+    # Without remat, at least two more arrays of this width are kept.
     assert num_kept['none'] > num_kept['dots'] + 2 * stream
 
 
 def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
+    """Label smoothing by epsilon mixes the target with the uniform distribution over V tokens.
+
+    Only the training loss is smoothed. Every target is multiplied by its loss weight.
+    """
     V = 256
     model_fields = {'num_layers': 1}
     config = tiny(model=model_fields)
@@ -256,21 +327,29 @@ def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
     one_hot_BTV = np.eye(V)[batch['targets_BT']]
 
     def expected_sum(epsilon):
-        """The cross-entropy with (1 - epsilon) of the target and epsilon of the uniform."""
+        """The weighted cross-entropy, with (1 - epsilon) of the target and epsilon of the uniform.
+
+        The terms are summed over all targets.
+        """
         distribution_BTV = (1 - epsilon) * one_hot_BTV + epsilon / V
         loss_BT = (distribution_BTV * nats_BTV).sum(-1)
         return (loss_BT * weights_BT).sum()
 
     plain_sum = expected_sum(0.0)
-    assert abs(plain_sum - expected_sum(0.1)) > 1e-2
-    for epsilon in (0.0, 0.1):
+    smoothed_sum = expected_sum(0.1)
+    assert abs(plain_sum - smoothed_sum) > 1e-2  # so that the tolerances below tell them apart
+
+    for epsilon, training_sum in ((0.0, plain_sum), (0.1, smoothed_sum)):
         smooth_config = tiny(model=model_fields, train={'label_smoothing': epsilon})
-        minimized, loss = step.objective(smooth_config, params, batch)
-        np.testing.assert_allclose(minimized, expected_sum(epsilon), rtol=1e-5)
-        np.testing.assert_allclose(loss, expected_sum(epsilon), rtol=1e-5)
+        # What a step minimizes is the logged loss, as there is no z-loss.
+        minimized, logged_loss = step.objective(smooth_config, params, batch)
+        np.testing.assert_allclose(minimized, training_sum, rtol=1e-5)
+        np.testing.assert_allclose(logged_loss, training_sum, rtol=1e-5)
         # The loss of an evaluation is never smoothed.
         nats_B = trials.row_sums(smooth_config, params, batch)['loss']
         np.testing.assert_allclose(nats_B.sum(), plain_sum, rtol=1e-5)
+
+    # `qkattn.loss` is the mean over targets, without smoothing.
     mean_loss = qkattn.loss(model, batch)
     np.testing.assert_allclose(mean_loss, plain_sum / weights_BT.sum(), rtol=1e-5)
 
@@ -280,13 +359,18 @@ KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
 
 @pytest.mark.parametrize(('kernel', 'chunk'), slow_except([('einsum', 5)], KERNELS_AND_CHUNKS))
 def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, chunk):
-    """z-loss is z_loss times the mean of (log Z)^2, where Z is the sum of exp(logits)."""
+    """A step minimizes the loss plus the z-loss, z_loss times the mean of (log Z)^2.
+
+    Z is the sum of exp(logits) at a target. The rule holds for each kernel of attention. Logits are
+    computed for `chunk` positions at a time, or for all of a row.
+    """
     z_loss = 0.5
     model = {'num_layers': 1, 'kernel': kernel}
     train = {'logits_chunk': chunk, 'label_smoothing': 0.1}
     plain = tiny(model=model, train=train)
     penalized = tiny(model=model, train=train | {'z_loss': z_loss})
     params = params_of(plain)
+    # Two microbatches of the first trial, with random loss weights.
     batch = language_batch(jnp.asarray(random_tokens(plain)[0]))
     rng = np.random.default_rng(0)
     weights_ABT = rng.random(batch['targets_BT'].shape).astype(np.float32)
@@ -303,9 +387,11 @@ def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, ch
     penalty, penalty_grads = jax.value_and_grad(mean_penalty)(params)
     penalized_loss, penalized_grads = step.gradients(penalized, params, batch)
 
+    # The penalty is so large that it would be seen in the loss.
     assert penalty > 0.1 * loss
     assert_close(penalized_loss, loss, 1e-5)
-    assert_close(penalized_grads, jax.tree.map(jnp.add, grads, penalty_grads), 1e-5)
+    sum_of_grads = jax.tree.map(jnp.add, grads, penalty_grads)
+    assert_close(penalized_grads, sum_of_grads, 1e-5)
 
 
 def test_an_evaluation_has_no_z_loss(tiny):
@@ -330,6 +416,11 @@ def gradient(config, params, batch):
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
 def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
+    """With train.logits_chunk, only the logits of that many positions are in memory at a time.
+
+    `gradient` is what a training step computes, and `row_sums` what an evaluation computes. A batch
+    has B = 4 rows of T = 16 positions. Their logits of V = 8192 tokens take most of the memory.
+    """
     rng = np.random.default_rng(0)
     params = params_of(tiny(model=LARGE_VOCABULARY))
     batch = {
@@ -339,47 +430,54 @@ def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     }
 
     def result_and_memory(logits_chunk):
+        """What `compute` returns, and the bytes of the temporary arrays of its program."""
         train = {'logits_chunk': logits_chunk, 'label_smoothing': 0.1, 'z_loss': 1e-2}
         config = tiny(model=LARGE_VOCABULARY, train=train)
         compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
         return compiled(params, batch), compiled.memory_analysis().temp_size_in_bytes
 
-    expected, memory_of_whole = result_and_memory(None)
+    expected_result, memory_of_whole = result_and_memory(None)
     result, memory_of_chunks = result_and_memory(3)  # 3 does not divide the 16 positions
 
-    assert_close(result, expected, 1e-5)
-    bytes_of_logits = 4 * B * T * V
+    assert_close(result, expected_result, 1e-5)
+    bytes_per_number = 4
+    bytes_of_logits = bytes_per_number * B * T * V
     assert memory_of_whole > bytes_of_logits
     # A chunk holds 3/16 of the logits, and of their gradient.
     assert memory_of_chunks < memory_of_whole / 2
 
 
 def test_no_device_holds_the_whole_vocabulary(tiny):
-    """The embedding splits V over fsdp and tensor; logits split V over tensor, rows over fsdp."""
+    """The embedding splits V over fsdp and tensor; logits split V over tensor, rows over fsdp.
+
+    V = 8192 is the number of tokens. The mesh has 2 devices along fsdp times 2 along tensor.
+    """
     config = tiny(model=LARGE_VOCABULARY, train={'accumulation': 1})
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
     state, hyper, batch = program.abstract_inputs(config, mesh)
 
     compiled = program.lower(config, 'vmap', mesh, state, hyper, batch).compile()
 
-    # The state stays where it was before the step.
+    # The state, the first output, stays on the devices where it was before the step.
     leaves = jax.tree.leaves(state)
     output_shardings = jax.tree.leaves(compiled.output_shardings[0])
     for leaf, output_sharding in zip(leaves, output_shardings, strict=True):
         assert output_sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
-    # The sizes of all axes in the program, which is that of one device.
+    # The sizes of all axes in the program, which is that of one device. The text of the program has
+    # the shapes of arrays, as in f32[2,4,16].
     text = compiled.as_text()
     sizes = set()
     for shape in re.findall(r'f32\[([\d,]+)\]', text):
         sizes.update(int(size) for size in shape.split(','))
-    assert V // 4 in sizes
-    assert V // 2 in sizes
+    assert V // 4 in sizes  # of the embedding
+    assert V // 2 in sizes  # of the logits
     assert V not in sizes
 
+    # Each device has the logits of both trials for half of the rows and half of V.
     num_rows = config.train.batch_size
-    assert f'f32[2,{num_rows // 2},{T},{V // 2}]' in text  # the logits of two trials
-    assert f'{num_rows},{T},{V // 2}]' not in text
+    assert f'f32[2,{num_rows // 2},{T},{V // 2}]' in text
+    assert f'{num_rows},{T},{V // 2}]' not in text  # no device has those of all rows
 
 
 # Checks of settings
@@ -387,14 +485,15 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
 
 @pytest.fixture
 def names_of_checks(monkeypatch):
-    """A list that gets a name for each check.
+    """Returns a list that gets the name of each check of a config.
 
     '_check_value' is the check of a setting, '_check_circuit' of an attention circuit, and
-    '__post_init__' of an AttentionSpec.
+    '__post_init__' of an AttentionSpec. The checks work as before.
     """
     names = []
 
     def record_calls(owner, name):
+        """Replaces the function `name` of a module or class by one that also notes its calls."""
         function = getattr(owner, name)
 
         def recording_function(*arguments, **options):
@@ -413,13 +512,21 @@ def names_of_checks(monkeypatch):
     'changes', [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}], ids=str
 )
 def test_tracing_a_gradient_does_not_check_a_valid_config_again(names_of_checks, changes):
+    """A config that was found valid is not checked when JAX traces its training step.
+
+    `names_of_checks` is a list that gets the name of each check. '_check_value' is the check of one
+    setting.
+    """
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
     config = qkattn.Config(model=model)
+
     validate(config)
     # At least the settings of the model were checked. Default sections may have been before.
-    assert names_of_checks.count('_check_value') >= len(dataclasses.fields(model))
-    names_of_checks.clear()
+    num_model_settings = len(dataclasses.fields(model))
+    assert names_of_checks.count('_check_value') >= num_model_settings
 
+    # Trace the gradient on one microbatch of 2 rows of 6 tokens, without computing anything.
+    names_of_checks.clear()
     state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
     tokens_ABT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)
     batch = {
