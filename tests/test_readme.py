@@ -112,7 +112,7 @@ def test_every_path_that_a_page_names_exists():
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as GitHub makes them.
+    """The anchors of the headings of a page, as GitHub makes them, and those of its tags <a>.
 
     The heading 'Use a layer' has the anchor 'use-a-layer', and a second one 'use-a-layer-1'.
     """
@@ -121,7 +121,8 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r'^#{1,6} +(.+?)[ #]*$', without_code, re.M)
 
     num_seen: Counter[str] = Counter()
-    anchors_of_page = set()
+    # An anchor may stand above a heading, as a line of its own.
+    anchors_of_page = set(re.findall(r'^<a id="([\w-]+)"></a>$', without_code, re.M))
     for heading in headings:
         text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading)  # [text](target) -> text
         without_punctuation = re.sub(r'[^\w\- ]', '', text.lower())

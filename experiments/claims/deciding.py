@@ -1,6 +1,6 @@
 """Decides a claim from its checks and from the studies of a directory.
 
-Error rates. All rows of a claim together err with probability at most ALPHA:
+Error rates. Each of three outcomes is wrong with probability at most ALPHA:
 
 - "True in every context" needs every row to reject at ALPHA, without a correction. The null
   hypothesis is that the claim is false in some context (intersection-union test, Berger 1982,
@@ -8,6 +8,9 @@ Error rates. All rows of a claim together err with probability at most ALPHA:
 - "False in every context" needs a rejection in every context. Any row of a context can make the
   claim false there, so the rows of a context share ALPHA.
 - "True here, false there" selects rows, so all rows share ALPHA.
+
+If a claim is true in one context and false in another, the first two outcomes are both wrong, so
+together they may have probability 2 ALPHA.
 """
 
 import time

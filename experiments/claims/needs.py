@@ -44,12 +44,15 @@ def needed(row: Row, arm: TrainedArm) -> Need:
     # Cases in which more seeds do not help.
     if verdict.decision is Decision.NO_VERDICT:
         why = reasons(arm) or 'not tuned'
-        return Need(math.inf, f'runs that qualify for a verdict, of {where}: {why}')
+        text = (
+            f'runs that qualify for a verdict, for {where}. The stored runs do not qualify: {why}'
+        )
+        return Need(math.inf, text)
     reason_codes = {reason.code for reason in verdict.reasons}
     if ReasonCode.DIVERGED in reason_codes:
-        return Need(math.inf, f'trials that do not diverge, of {where}')
+        return Need(math.inf, f'trials that do not diverge, for {where}')
     if ReasonCode.SPLITS_DISAGREE in reason_codes:
-        return Need(math.inf, f'a validation split that agrees, of {where}')
+        return Need(math.inf, f'a validation split that agrees, for {where}')
 
     bound = _bound(row, difference)
     distance = bound - difference.mean

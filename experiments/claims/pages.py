@@ -31,13 +31,51 @@ from qkattn.verdict import Findings, load_findings
 from qkattn.verdict.judging import DECIDED
 
 PAGE = 'claims.md'
-# The title of each group of claims, by the first letter of the claims' names.
+
+
+class Group(NamedTuple):
+    """A group of claims."""
+
+    title: str
+    introduction: str
+
+
+# By the first letter of the claims' names.
 GROUPS = {
-    'a': 'Why two matrices?',
-    'b': 'Is W_Q needed?',
-    'c': 'Why not Q Q^T?',
-    'd': 'One projection or two?',
-    'e': 'What the literature adds',
+    'a': Group(
+        'Why two matrices?',
+        'A head scores the position of y_s for the query of x_t by x_t W_Q W_K^T y_s^T. Only the '
+        'product W_Q W_K^T enters, so one D x D matrix W_QK could take the place of two. A1 to A3 '
+        'ask what that changes: the function, the parameters, the multiply-adds. A4 and A5 ask how '
+        'several heads share D dimensions. Exact checks decide these five. A6 asks whether W_Q and '
+        'W_K of full size train to a lower loss; studies decide it. Here D is `d_model`, H the '
+        'head size, N the number of heads and T the number of tokens.',
+    ),
+    'b': Group(
+        'Is W_Q needed?',
+        'In a single head, W_K can absorb W_Q, so a layer without W_Q expresses the same '
+        'functions. B1 and B3 check this on small layers. The other claims are about trained '
+        'models: a single head (B2), several heads (B4), more layers of one head (B5), losses '
+        'early in training (B6), W_Q W_K^T of low rank (B7), and cross-attention (B8).',
+    ),
+    'c': Group(
+        'Why not Q Q^T?',
+        'With one matrix for queries and keys, the scores are Q Q^T. C1 and C7 check what that '
+        'means for the pattern; they train nothing. C2 to C5 repeat experiments that an answer in '
+        'a forum reports: translators whose encoder lacks a matrix. C6 asks the same of models '
+        'that are only an encoder or only a decoder.',
+    ),
+    'd': Group(
+        'One projection or two?',
+        'Some descriptions of multi-head attention project with a matrix that all heads share, '
+        'W^Q, and then with a matrix per head, W_i^Q: two matrices in a row. D1 asks whether that '
+        'adds functions, D2 whether it trains differently, and D3 what implementations do.',
+    ),
+    'e': Group(
+        'What the literature adds',
+        'These claims come from publications about the matrices of attention. Each names its '
+        'source. Studies decide them, except E5, which exact checks decide.',
+    ),
 }
 
 
@@ -60,8 +98,8 @@ PHRASES = {
 # The column titles of the parts of a difference.
 PARTS: dict[str, str] = {
     Kind.SAME_SHAPE: f'at the same shape, {UNIT}',
-    Kind.REINVESTED: f'reinvesting, {UNIT}|matched - same shape',
-    Kind.MATCHED: f'total, {UNIT}|equal parameter count',
+    Kind.REINVESTED: f'reinvesting, {UNIT}',
+    Kind.MATCHED: f'at equal parameter count, {UNIT}',
 }
 
 
@@ -176,7 +214,7 @@ def write_page(directory: str | Path) -> Path:
 
     blocks = [verdicts_markdown(directory, base='.', page='')]
     for letter in GROUPS:
-        blocks.append(group_markdown(directory, base='.', letter=letter))
+        blocks.append(group_markdown(directory, base='.', letter=letter, page=''))
     blocks.append(laws_markdown(directory, base='.'))
     return write_atomic(directory / PAGE, '# Claims\n\n' + '\n'.join(blocks))
 
@@ -199,19 +237,21 @@ def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') ->
     )
 
 
-def group_markdown(directory: Path, base: str, letter: str) -> str:
-    """Returns a section for each claim of a group.
+def group_markdown(directory: Path, base: str, letter: str, page: str = PAGE) -> str:
+    """Returns an introduction of a group, and a section for each of its claims.
 
     Args:
         directory: The directory of claims.json.
         base: The prefix of links to files of the directory.
         letter: The group, a key of GROUPS.
+        page: The page that explains verdicts and tables; '' if it is the same page.
     """
     claims = export.read_claims(directory)
     return _template('group.md.j2').render(
         base=base,
         letter=letter,
-        question=GROUPS[letter],
+        group=GROUPS[letter],
+        page=page,
         claims=[claim for claim in claims if claim.name[0].lower() == letter],
     )
 
@@ -426,13 +466,19 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
 
 
 def decisive(claim: ClaimResult) -> str:
-    """Formats the decisive row of a claim with its quantity and context; '' if there is none."""
+    """Formats the decisive row of a claim with its quantity and context; '' if there is none.
+
+    For example, '0, asymmetry of A[n] (part: symmetry)'.
+    """
     row = claim.decisive
     if row is None:
         return ''
-    texts = [row.quantity, *context_texts(row, row.context)]
-    distinct_texts = dict.fromkeys(texts)
-    return f'{amount(row)} ({", ".join(distinct_texts)})'
+    text = f'{amount(row)}, {row.quantity}'
+    context = dict.fromkeys(context_texts(row, row.context))
+    context.pop(row.quantity, None)
+    if context:
+        text += f' ({", ".join(context)})'
+    return text
 
 
 def amount(row: Row, with_unit: bool = True) -> str:

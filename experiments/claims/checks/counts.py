@@ -206,7 +206,7 @@ def dominant_diagonal() -> Iterator[Row]:
         share = inference.estimate(shares_X.tolist())
         expected = stats.chi.expect(lambda q: stats.norm.cdf(q) ** (T - 1), args=(H,))
         part = f'diagonal the largest of its row, H {side}'
-        quantity = 'share of rows, above 0.5 for the claim'
+        quantity = 'share of rows; the claim needs more than 0.5'
         row = exact_row(quantity, share.mean, expected, 0.05, part=part, head_size=H)
         # The claim is about one half, and not about the formula.
         speaks = Speaks.FOR if share.low > 1 / 2 else Speaks.AGAINST

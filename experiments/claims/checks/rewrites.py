@@ -78,7 +78,7 @@ def one_matrix() -> Iterator[Row]:
     x_BTD = random_stream()
     inputs = [softmax_input(merged, x_BTD), softmax_input(attention, x_BTD)]
     yield equality_row('change of the softmax input', *inputs, **NOTHING)
-    yield same_output_row(', as defined', merged, attention, **NOTHING)
+    yield same_output_row('', merged, attention, **NOTHING)
     for H in (8, 32):
         A_NDE = random_layer(num_heads=1, head_size=H).score.matrix()
         yield exact_row('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING, head_size=H)
@@ -313,7 +313,7 @@ def two_in_a_row() -> Iterator[Row]:
     products O_Q W_Q[n] of all heads have, if O_Q has R columns.
     """
     double = random_layer('double/double')
-    yield same_output_row(' by folding, as defined', fold_double(double), double, **WIDE)
+    yield same_output_row(' by folding', fold_double(double), double, **WIDE)
 
     # The other way: a layer with O_Q = O_K = I.
     attention = random_layer()
@@ -466,7 +466,8 @@ def shrunk_spectra() -> Iterator[Row]:
             A_DD = fit_with_decay(strength, factored=factored, adam=adam)
             spectrum = np.linalg.svd(A_DD, compute_uv=False)
             largest_error = np.abs(spectrum - expected).max()
-            yield exact_row(f'singular values of {form}', largest_error, 0, 2e-3, **context)
+            quantity = f'distance of the singular values of {form}'
+            yield exact_row(quantity, largest_error, 0, 2e-3, **context)
 
 
 @partial(jax.jit, static_argnames=('factored', 'adam'))

@@ -13,32 +13,32 @@ A1 = Claim(
     'is at most H.',
     source=WHY,
     rule='Holds where one matrix gives the same softmax input and output in float64 and has rank '
-    'H; what stands between W_Q and W_K is a context.',
+    'H; what acts between W_Q and W_K is a context.',
     checks=(rewrites.one_matrix, rewrites.what_stands_between),
     conditions={
-        'between W_Q and W_K: nothing': 'nothing stands between W_Q and W_K, as RoPE and QK-norm do'
+        'between W_Q and W_K: nothing': 'nothing acts between W_Q and W_K, as RoPE or QK-norm would'
     },
 )
 
 A2 = Claim(
     name='A2',
-    title='merging them adds parameters if D > 2 H',
-    statement='One matrix per head has D^2 parameters and two have 2 D H: merging adds '
+    title='merging W_Q and W_K adds parameters if D > 2 H',
+    statement='One matrix per head has D^2 parameters, and two have 2 D H. So merging adds '
     'parameters if and only if D > 2 H.',
     source=WHY,
     rule='Holds if the parameters counted on layers are N D^2 and 2 N D H at every D and H, '
-    'and merging adds some exactly where D > 2 H.',
+    'and merging adds parameters exactly where D > 2 H.',
     checks=(counts.merged_against_factored,),
 )
 
 A3 = Claim(
     name='A3',
-    title='merging them adds multiply-adds if D >= 2 H',
-    statement='Per head, scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
-    'matrices and T D^2 + T^2 D with one, which is never less if D >= 2 H, less up to T = D '
-    '(2 H - D) / (D - H) if H < D < 2 H, and always less if H >= D.',
+    title='merging W_Q and W_K adds multiply-adds if D >= 2 H',
+    statement='Per head, the scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
+    'matrices and T D^2 + T^2 D with one. One matrix never takes fewer if D >= 2 H, takes fewer '
+    'below T = D (2 H - D) / (D - H) if H < D < 2 H, and always takes fewer if H >= D.',
     source=WHY,
-    rule='Holds if the compiled programs have these counts, which cross there.',
+    rule='Holds if the compiled programs have these counts, and the counts cross at this T.',
     checks=(counts.multiply_adds, counts.where_they_cross),
 )
 
@@ -48,15 +48,15 @@ A4 = Claim(
     statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
     'function, equal parameter count.',
     source=HEADS,
-    rule='Holds if both compute the same output in float64, and have as many parameters.',
+    rule='Holds if both compute the same output in float64 and have equally many parameters.',
     checks=(rewrites.side_by_side,),
 )
 
 A5 = Claim(
     name='A5',
-    title='N heads cost as much as one, with N patterns',
-    statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K; N heads have 2 '
-    'D^2 together and buy N attention patterns.',
+    title='N heads cost as much as one, and give N patterns',
+    statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K. N heads together '
+    'have 2 D^2, and give N attention patterns.',
     source=HEADS,
     rule='Holds if these are the counts at every N, and the patterns of N heads are linearly '
     'independent.',
@@ -66,9 +66,10 @@ A5 = Claim(
 A6 = Claim(
     name='A6',
     title='W_Q and W_K of full size in every head lower the loss',
-    statement='W_Q and W_K of full size (D x D) in every head buy a lower loss at equal parameter '
-    'count.',
-    source='A thread on the mathematics of self-attention, about papers that define heads so.',
+    statement='W_Q and W_K of full size (D x D) in every head give a lower loss at equal '
+    'parameter count.',
+    source='A thread on the mathematics of self-attention, about papers that define heads this '
+    'way.',
     rule='Holds if both ways to write scores of rank D, as two full matrices and as one, are '
     'better than heads of size D/N, each at its own learning rate.',
     expectations=(

@@ -14,13 +14,13 @@ WHOLE = {'reading': 'all of X in every head'}
 B1 = Claim(
     name='B1',
     title='in a single head W_Q adds no functions',
-    statement="With a single head, W_K' = W_K W_Q^T makes Q = X: the same functions with 3/4 "
-    'of the attention parameters.',
+    statement="With a single head, W_K' = W_K W_Q^T allows Q = X. The layer expresses the same "
+    'functions with 3/4 of the attention parameters.',
     source='A forum thread: is W_Q needed?',
     rule='Holds where the best Q = X gives the same softmax input in float64 with 3/4 of the '
     'parameters; biases, RoPE and more heads are contexts.',
     checks=(rewrites.queries_of_one_head, rewrites.queries_of_many_heads),
-    conditions={'layer: single head': 'the head has neither biases nor RoPE, and is the only one'},
+    conditions={'layer: single head': 'the layer has a single head, without biases or RoPE'},
 )
 
 B2 = Claim(
@@ -29,9 +29,10 @@ B2 = Claim(
     statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
     'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
-    rule="Read as a loss on the test split. Holds if, at the baseline's shape, the interval of the "
-    'difference lies between 0.005 and 0.015, which rounds to 0.01, and that of its growth from '
-    'the first evaluation to the last lies below the margin.',
+    rule='The loss is read on the test split. Holds if two intervals are as follows, at the '
+    "baseline's shape: the interval of the difference lies between 0.005 and 0.015, which round "
+    'to 0.01; and the interval of its growth from the first evaluation to the last lies below the '
+    'margin.',
     reported='training loss +0.01',
     expectations=(
         Expectation(
@@ -47,9 +48,9 @@ B2 = Claim(
 
 B3 = Claim(
     name='B3',
-    title='one product against two is a numerical effect',
-    statement="The difference between a trained single head with W_Q and W_K and one with W_K' = "
-    'W_K W_Q^T alone is a numerical effect of one product against two.',
+    title='a trained head without W_Q differs only by a numerical effect',
+    statement='A trained single head with W_Q and W_K differs from a trained one with only '
+    "W_K' = W_K W_Q^T. The difference is a numerical effect: one product in place of two.",
     source='A forum thread on whether W_Q is needed, with an experiment.',
     rule='Fails where the softmax input of heads that start as one function, trained on the same '
     'sequences, differs by more than rounding in float64; the optimizer is a context.',
@@ -59,11 +60,11 @@ B3 = Claim(
 B4 = Claim(
     name='B4',
     title='multi-head attention needs W_Q or W_K, not both',
-    statement='Multi-head attention does not need W_Q: to transform keys or queries is enough.',
+    statement='Multi-head attention does not need W_Q: it is enough to transform keys or queries.',
     source='A forum thread that states both this and its opposite.',
-    rule='Holds if, at equal parameter count, attention is not worse without W_Q and without W_K, '
-    'where heads have slices of X as queries (keys), and not worse where every head has all of X, '
-    'which is one matrix W_QK a head.',
+    rule='Holds if, at equal parameter count, attention is not worse in any of three forms: '
+    'without W_Q, where heads take slices of X as queries; without W_K, where heads take slices '
+    'of X as keys; and where every head reads all of X, which takes one matrix W_QK per head.',
     expectations=tuple(
         Expectation('lm_dropped', variant, 'not_worse', context={**reading, 'without': without})
         for variant, reading, without in (
@@ -72,14 +73,18 @@ B4 = Claim(
             ('merged/vo', WHOLE, 'W_Q'),
         )
     ),
-    conditions={'reading: all of X in every head': 'every head has all of X, which is one W_QK'},
+    conditions={
+        'reading: all of X in every head': (
+            'every head reads all of X, which takes one D x D matrix W_QK per head'
+        ),
+    },
 )
 
 B5 = Claim(
     name='B5',
     title='many single-head layers beat fewer multi-head ones',
     statement='At equal parameter count many single-head layers beat fewer multi-head layers.',
-    source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with an initialization of its own.',
+    source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with a special initialization.',
     rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
     'baseline, are better.',
     expectations=tuple(
@@ -97,22 +102,27 @@ B5 = Claim(
 
 B6 = Claim(
     name='B6',
-    title='early differences are not the annealed ones',
-    statement='Differences between arms early in training are not those between annealed models.',
+    title='early differences between arms are not the final ones',
+    statement='Differences between arms early in training are not the differences between '
+    'annealed models.',
     source='A forum thread: removing a matrix acts like a lower learning rate.',
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
-    'is more than the margin away from that after annealing, on the same seeds, each arm at its '
-    'own learning rate.',
+    'is more than the margin away from its difference after annealing, on the same seeds, each '
+    'arm at its own learning rate.',
     measures=(Measure('lm_dropped', measures.early),),
     conditions={
-        'fraction of the steps: 0.25': 'a quarter of the steps or fewer are done',
-        'fraction of the steps: 0.25; 0.5': 'half of the steps or fewer are done',
+        'fraction of the steps: 0.25': (
+            'losses are read after a quarter of the steps, not after three quarters'
+        ),
+        'fraction of the steps: 0.25; 0.5': (
+            'losses are read after a quarter or half of the steps, not after three quarters'
+        ),
     },
 )
 
 B7 = Claim(
     name='B7',
-    title='the rank may be below the head size',
+    title='the rank of W_Q W_K^T may be below the head size',
     statement='W_Q W_K^T may have a low rank: below the head size, the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
@@ -123,12 +133,12 @@ B7 = Claim(
         )
         for rank in (1, 4, 12)
     ),
-    conditions={'rank: 12': 'the rank is 12, half of a head size of 24, not 4 or less'},
+    conditions={'rank: 12': 'the rank is 12, half of the head size 24, and not 4 or 1'},
 )
 
 B8 = Claim(
     name='B8',
-    title='cross-attention works with one matrix for both',
+    title='cross-attention works with one matrix for W_Q and W_K',
     statement='Cross-attention, whose two streams differ, works as well with one matrix in place '
     'of W_Q and W_K.',
     source='A forum thread on queries of a decoder and keys of an encoder.',

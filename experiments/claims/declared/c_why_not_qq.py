@@ -16,10 +16,11 @@ C1 = Claim(
     statement='Q Q^T is symmetric, carries half the information of Q K^T, and its diagonal '
     'dominates.',
     source=f'{THREAD}, with an answer by an experimenter',
-    rule='Each part is a context. Half the information: a share of 0.4 to 0.6 of the free '
-    'parameters of A, or of the pattern of T tokens. The diagonal dominates, at initialization and '
-    'T = 64: in more than half of the rows it is the largest, always it has the largest score of '
-    'all and is above the sum of the absolute values of the rest of its row.',
+    rule='Each part is a context. Half the information means a share of 0.4 to 0.6 of the free '
+    'parameters of A, or of the pattern of T tokens. Three parts say that the diagonal dominates, '
+    'at initialization with T = 64: it is the largest entry in more than half of the rows; it '
+    'always has the largest score of all; it is always above the sum of the absolute values of the '
+    'rest of its row.',
     checks=(
         counts.symmetry,
         counts.half_the_numbers,
@@ -31,14 +32,14 @@ C1 = Claim(
         'causal mask; diagonal the largest of its row, H > 2 ln T; diagonal has the largest score '
         'of all': (
             'T > D (half of the pattern) and H > 2 ln T (the diagonal is the largest of its row); '
-            'it is never above the sum of the rest'
+            'at H = 64 and T = 64 the diagonal is never above the sum of the rest of its row'
         ),
     },
 )
 
 C2 = Claim(
     name='C2',
-    title='Q Q^T is worse in an encoder',
+    title="Q Q^T makes a translator's encoder worse",
     statement='Q Q^T in the encoder of a translation model works, saves parameters and performs '
     'worse.',
     source=EXPERIMENT,
@@ -50,20 +51,20 @@ C2 = Claim(
 
 C3 = Claim(
     name='C3',
-    title='Q Q^T is not better with its savings reinvested',
+    title='Q Q^T in an encoder is not better with its savings reinvested',
     statement='With d_model adjusted to about the same number of parameters, Q Q^T in the encoder '
     'still does not become better.',
     source=EXPERIMENT,
-    rule='Holds if it is not better by more than the margin at equal parameter count, at every '
-    'width.',
+    rule='Holds if one matrix for queries and keys is not better by more than the margin at equal '
+    'parameter count, at every width.',
     expectations=(Expectation('translation', TIED, 'not_better'),),
 )
 
 C4 = Claim(
     name='C4',
-    title='the same without W_V',
-    statement='The same goes for replacing V: worse at the same shape, and not better at equal '
-    'parameter count.',
+    title='without W_V an encoder is worse, and not better at equal count',
+    statement='Replacing V does the same: the encoder is worse at the same shape, and not better '
+    'at equal parameter count.',
     source=EXPERIMENT,
     rule="Holds if the encoder without W_V is worse at the baseline's shape, and at equal "
     'parameter count not better by more than the margin, at every width.',
@@ -77,44 +78,48 @@ C4 = Claim(
 
 C5 = Claim(
     name='C5',
-    title='the same without W_O',
+    title='without W_O an encoder is not better at equal parameter count',
     statement='Dropping W_O in the encoder is never better than about break-even at equal '
     'parameter count.',
     source=EXPERIMENT,
-    rule='Holds if it is not better by more than the margin, at every width.',
+    rule='Holds if the encoder without W_O is not better by more than the margin at equal '
+    'parameter count, at every width.',
     expectations=(Expectation('translation', WITHOUT_O, 'not_better'),),
 )
 
 C6 = Claim(
     name='C6',
-    title='the same in encoder-only and decoder-only models',
-    statement='The conclusions do not differ for encoder-only and decoder-only models.',
+    title='C2 to C5 also hold for encoder-only and decoder-only models',
+    statement='The conclusions of C2 to C5 do not differ for encoder-only and decoder-only models.',
     source=f'{THREAD}: "I don\'t think the conclusions differ".',
-    rule='Holds if, in both, one matrix for queries and keys, and no W_V, are worse at the '
-    "baseline's shape, and these and no W_O are not better by more than the margin at equal "
-    'parameter count.',
+    rule='Holds if the following is true in both kinds of model. Q = K, and attention without '
+    "W_V, are worse at the baseline's shape. These two, and attention without W_O, are not better "
+    'by more than the margin at equal parameter count.',
     expectations=tuple(
         Expectation(study, variant, relation, at=at, context={'conclusion': name})
         for variant, relation, at, name, studies in (
-            ('shared_qk/vo', 'worse', Kind.SAME_SHAPE, 'of C2', ('masked_lm', 'lm_sharing')),
-            ('shared_qk/vo', 'not_better', 'matched', 'of C3', ('masked_lm', 'lm_sharing')),
-            ('qk/no_v', 'worse', Kind.SAME_SHAPE, 'of C4', ('masked_lm', 'lm_dropped')),
-            ('qk/no_v', 'not_better', 'matched', 'of C4', ('masked_lm', 'lm_dropped')),
-            ('qk/no_o', 'not_better', 'matched', 'of C5', ('masked_lm', 'lm_dropped')),
+            ('shared_qk/vo', 'worse', Kind.SAME_SHAPE, 'as in C2', ('masked_lm', 'lm_sharing')),
+            ('shared_qk/vo', 'not_better', 'matched', 'as in C3', ('masked_lm', 'lm_sharing')),
+            ('qk/no_v', 'worse', Kind.SAME_SHAPE, 'as in C4', ('masked_lm', 'lm_dropped')),
+            ('qk/no_v', 'not_better', 'matched', 'as in C4', ('masked_lm', 'lm_dropped')),
+            ('qk/no_o', 'not_better', 'matched', 'as in C5', ('masked_lm', 'lm_dropped')),
         )
         for study in studies
     ),
-    conditions={'conclusion: of C2; of C3': 'it is about Q = K, not W_O; W_V is left open'},
+    conditions={
+        'conclusion: as in C2; as in C3': 'it is about Q = K, not W_O; W_V is left open',
+    },
 )
 
 C7 = Claim(
     name='C7',
-    title='W_Q and W_K choose where, W_V and W_O what',
-    statement='As 2 x 2 matrices show, W_Q and W_K act through A = W_Q W_K^T alone and choose where'
-    ' to attend, W_V and W_O through B = W_V W_O alone and choose what is moved; Q Q^T ties A'
-    ' and its transpose.',
+    title='W_Q and W_K choose where to attend, W_V and W_O what to move',
+    statement='2 x 2 matrices show three things. W_Q and W_K act only through A = W_Q W_K^T, and '
+    'choose where to attend. W_V and W_O act only through B = W_V W_O, and choose what to move. '
+    'Q Q^T ties A and its transpose.',
     source=f'{THREAD}: intuition from 2 x 2 matrices',
-    rule='Holds if a layer has the A and B worked out by hand, GL(H) of each circuit leaves the '
-    'output unchanged, and W_V and W_O leave the pattern unchanged.',
+    rule='Holds if a layer has the A and B worked out by hand; if the output is the same with '
+    'W_Q M and W_K M^-T, or with W_V M and M^-1 W_O; if another W_V and W_O leave the pattern '
+    'unchanged; and if Q Q^T ties each pair of scores.',
     checks=(rewrites.worked_by_hand, rewrites.where_and_what, rewrites.gauge),
 )

@@ -43,12 +43,12 @@ D3 = Claim(
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
     source=LECTURES,
     rule='Holds if every parameter of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
-    'to exactly one head, and training heads inside one matrix trains each as if by itself; the '
-    'optimizer is a context.',
+    'to exactly one head, and if heads that are trained inside one matrix end as if each were '
+    'trained by itself; the optimizer is a context.',
     checks=(rewrites.one_matrix_per_head, rewrites.steps_of_training),
     conditions={
         'optimizer: Adam, entry by entry': (
-            'the optimizer acts entry by entry, as Adam does and Muon does not'
+            'the optimizer updates each entry by itself, as Adam does and Muon does not'
         ),
     },
 )

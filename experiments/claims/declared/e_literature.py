@@ -36,10 +36,11 @@ E2 = Claim(
     name='E2',
     title='a nonlinear query is better',
     statement='A nonlinear query is better than the baseline.',
-    source='Karbevski 2026, arXiv 2603.13381; a public audit finds that the gain is that of tuning '
-    'the baseline.',
-    rule='Holds if it is better with both arms tuned, and with both at the lowest learning rate of '
-    'the first grid; holds only if the baseline is untuned, where tuning takes the gain away.',
+    source='Karbevski 2026, arXiv 2603.13381. An audit by S. Sang, '
+    'https://github.com/25simsa1/1beyond_query_linearity, finds no gain over a tuned baseline.',
+    rule='Holds if a nonlinear query is better both with tuned arms and with both arms at the '
+    'lowest learning rate of the first grid. If tuning takes the gain away, it holds only if the '
+    'baseline is untuned.',
     reported='-0.037 nats untuned; at most 0.005 after the baseline is tuned',
     expectations=(
         Expectation('lm_added', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
@@ -91,20 +92,20 @@ EACH_COSTS_MORE = [
 
 E4 = Claim(
     name='E4',
-    title='costs ascend: GQA, MQA, K = V, Q = K, Q = K = V',
-    statement='In a causal language model the cost of sharing ascends in the order GQA, MQA, '
+    title='the cost of sharing rises: GQA, MQA, K = V, Q = K, Q = K = V',
+    statement='In a causal language model the cost of sharing rises in the order GQA, MQA, '
     'K = V, Q = K, Q = K = V.',
     source='Kayyam et al. 2026, arXiv 2606.04032; Shazeer 2019, arXiv 1911.02150',
-    rule='Holds if GQA is worse than the baseline, and each of the others than the one before it, '
-    'both at the same width and at equal parameter count.',
+    rule='Holds if GQA is worse than the baseline, and each of the others is worse than the one '
+    "before it, both at the baseline's shape and at equal parameter count.",
     reported='perplexity at the same width +0.7 %, +1.5 %, +3.1 %, +4.9 %, +25.4 %',
     expectations=(*GQA_COSTS, *EACH_COSTS_MORE),
     conditions={
         'shape: equal, order: after MQA; shape: equal, order: after Q = K; '
         'shape: matched, order: after MQA; shape: matched, order: after K = V; '
         'shape: matched, order: after Q = K': (
-            'the step is from MQA to K = V, from Q = K to Q = K = V or, at equal parameter count, '
-            'from K = V to Q = K'
+            'the step is from MQA to K = V, from Q = K to Q = K = V, or (at equal parameter '
+            'count) from K = V to Q = K'
         ),
     },
 )
@@ -112,19 +113,19 @@ E4 = Claim(
 E5 = Claim(
     name='E5',
     title='decay is a nuclear norm of two matrices, a Frobenius norm of one',
-    statement='Weight decay on W_Q and W_K penalizes the nuclear norm of W_Q W_K^T, on W_QK '
-    'its Frobenius norm.',
+    statement='Weight decay on W_Q and W_K penalizes the nuclear norm of W_Q W_K^T. Weight decay '
+    'on W_QK penalizes its Frobenius norm.',
     source='Kobayashi et al. 2024, arXiv 2410.23819; Srebro et al. 2005',
     rule='Holds where (|W_Q|^2 + |W_K|^2) / 2 of balanced factors is the nuclear norm, and descent '
     'shrinks singular values d to max(0, d - lambda) in factors and to d / (1 + lambda) in '
     'one matrix; where the decay acts is a context.',
     checks=(rewrites.least_penalty, rewrites.shrunk_spectra),
-    conditions={'decay: in the loss': 'the decay is part of the loss; that of AdamW is not'},
+    conditions={'decay: in the loss': 'the decay is part of the loss; the decay of AdamW is not'},
 )
 
 E6 = Claim(
     name='E6',
-    title='it matters where savings go',
+    title='it matters where the saved parameters go',
     statement='Where the saved parameters go (d_model, d_ff, heads, depth) changes the answer.',
     source='Shazeer 2019, arXiv 1911.02150, against equal-width comparisons; this project.',
     rule='Holds if, with K = V at equal parameter count, each other destination differs from '

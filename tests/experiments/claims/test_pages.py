@@ -162,20 +162,22 @@ def test_a_page_has_a_row_for_each_claim(written):
     page = (written / 'claims.md').read_text()
     names_and_anchors = re.findall(r'^\| \[(\w+)\]\(#(\w+)\)', page, re.M)
     assert names_and_anchors == [(claim.name, claim.name.lower()) for claim in SHOWN]
+    for _, anchor in names_and_anchors:
+        assert f'<a id="{anchor}"></a>\n\n## ' in page
 
 
 def test_a_page_has_a_section_for_each_claim(written):
     page = (written / 'claims.md').read_text()
-    names = re.findall(r'^## (\w\d)$', page, re.M)
+    names = re.findall(r'^## (\w\d): [A-Z]', page, re.M)
     assert names == [claim.name for claim in SHOWN]
 
 
 def test_the_section_of_an_undecided_claim_says_what_is_needed(written):
     page = (written / 'claims.md').read_text()
-    section = page.split('## B4\n')[1].split('\n## ')[0]
+    section = page.split('## B4: ')[1].split('\n## ')[0]
     assert '; needs 48 seeds' in section
     assert 'study x has no results' in section
-    assert 'time: 1:23:45' in section
+    assert 'time, h:m:s: 1:23:45' in section
     assert '(./plots/b4_differences.png)' in section
 
 
@@ -205,8 +207,18 @@ def test_the_table_of_verdicts_links_to_the_page_of_each_group(written):
     assert line in text
 
 
-def test_the_page_of_a_group_has_a_title(written):
-    assert '# B. Is W_Q needed?' in pages.BLOCKS['claims_b'](written, 'results')
+def test_the_page_of_a_group_begins_with_a_title_and_an_introduction(written):
+    start = pages.BLOCKS['claims_b'](written, 'results').partition('\n## ')[0]
+    assert '# B. Is W_Q needed?' in start
+    assert pages.GROUPS['b'].introduction in start
+    assert '[Claims](claims.md) explains' in start
+    # claims.md of an export has all groups.
+    assert '(claims.md)' not in (written / 'claims.md').read_text()
+
+
+def test_the_decisive_row_is_shown_with_its_context():
+    assert pages.decisive(STORED['C1']) == '0, asymmetry of A[n] (part: symmetry)'
+    assert pages.decisive(STORED['C7']) == '0, entries of A, W_Q W_K^T that differ'
 
 
 def test_the_table_of_answers_has_a_row_for_each_change(written):
