@@ -29,12 +29,15 @@ def sample(mean):
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
-    values = sample(mean)
+    """The 95 % interval of a mean is that of scipy's t test, for differences and other values."""
+    values = sample(mean)  # nine values
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
 
+    # The margin has no part in the interval.
     difference = paired_test(values, TEST_MARGIN)
     assert difference.low == pytest.approx(low)
     assert difference.high == pytest.approx(high)
+    # Of nine values, the mean takes one degree of freedom.
     assert difference.df == pytest.approx(9 - 1)
 
     estimate = inference.estimate(values.tolist())
@@ -58,42 +61,59 @@ def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
-    values = sample(mean)
+    """`p` tests whether the mean differs from zero, `p_margin` whether by more than the margin."""
+    values = sample(mean)  # nine values
     difference = paired_test(values, TEST_MARGIN)
+
+    # The two-sided p value is twice the smaller one-sided p value.
     p_less = stats.ttest_1samp(values, 0, alternative='less').pvalue
-    p_one_sided = min(p_less, 1 - p_less)
+    p_greater = 1 - p_less
+    p_one_sided = min(p_less, p_greater)
     assert difference.p == pytest.approx(2 * p_one_sided)
 
+    # The one-sided test at the margin is on the side of zero where the mean lies.
     t_beyond_margin = (abs(values.mean()) - TEST_MARGIN) / stats.sem(values)
     p_beyond_margin = stats.t.sf(t_beyond_margin, df=9 - 1)
+    # A finding on the wrong side of zero is an error too, so its probability is added.
     expected = min(1.0, p_beyond_margin + p_one_sided)
     assert difference.p_margin == pytest.approx(expected)
 
 
 def test_typical_values_are_tested_apart_from_an_outlier():
+    """A finding has to hold with and without outliers, so the larger of two p values counts."""
+    # The seven values lie between -0.015 and -0.006, and none is an outlier.
     alone = paired_test(VALUES)
     assert alone.n == 7
     assert alone.typical is None
     assert alone.p < 0.001
 
+    # 0.06 is an outlier, and `typical` is the difference without it.
     values = [*VALUES, 0.06]
     with_outlier = paired_test(values)
     assert with_outlier.n == 8
     assert with_outlier.typical == alone
+
+    # The outlier moves the mean towards zero, so the p value of all values is the larger one.
     assert with_outlier.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert with_outlier.p > 0.5
 
 
 def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
+    """72 values around 0 show no difference. 8 outliers around 0.2 do not make it a finding."""
     rng = np.random.default_rng(0)
     typical_values = rng.normal(0, 0.01, 72)
     outliers = rng.normal(0.2, 0.01, 8)
     shifted = paired_test([*typical_values, *outliers])
-    t = shifted.mean / shifted.error_seeds
-    assert t > 2.6  # which would be significant
 
+    # The t test of all 80 values alone would be significant.
+    t = shifted.mean / shifted.error_seeds
+    assert t > 2.6
+
+    # `typical` is the difference without outliers. Its p value is the larger one, so it counts.
     assert shifted.p > 0.1
     assert shifted.p == shifted.typical.p
+
+    # The interval covers both: low is that without outliers, high that of all values.
     assert shifted.low == shifted.typical.low
     assert shifted.low < 0
     assert 0 < shifted.typical.high < shifted.high
@@ -144,13 +164,20 @@ def test_the_bound_of_tuning_widens_the_interval(sign, low, high):
 
 @MISSES
 def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
-    """Tuning may have missed up to 0.004 on the side of zero and 0.007 on the other side."""
-    values = alternating(sign)
+    """A finding has to hold whatever imperfect tuning may have hidden.
+
+    At the best settings, the mean may be lower by `low`, or higher by `high`. This is 0.004 towards
+    zero and 0.007 away from zero.
+    """
+    values = alternating(sign)  # around 0.02 times the sign
+
+    # To show a difference, the worst case is a mean nearer to zero.
     tuned = paired_test(values, tuning=(low, high))
     nearer_to_zero = paired_test(values - sign * 0.004)
     assert tuned.p == pytest.approx(nearer_to_zero.p)
     assert tuned.p_margin == pytest.approx(nearer_to_zero.p_margin)
 
+    # To show equivalence, which needs a margin above 0.02, it is a mean farther from zero.
     margin = 0.03
     tuned = paired_test(values, margin, tuning=(low, high))
     farther_from_zero = paired_test(values + sign * 0.007, margin)
@@ -172,18 +199,25 @@ EVALUATION_ERROR = 0.0015
 
 
 def test_the_error_over_documents_adds_to_that_over_seeds():
+    """The error over evaluated documents is independent of that over seeds, so squares add."""
+    df_of_seeds = len(VALUES) - 1
+    df_of_documents = 20.0
     alone = paired_test(VALUES)
-    both = paired_test(VALUES, evaluation=(EVALUATION_ERROR, 20.0))
+    both = paired_test(VALUES, evaluation=(EVALUATION_ERROR, df_of_documents))
     assert both.error_seeds == alone.error_seeds
     assert both.error_evaluation == EVALUATION_ERROR
 
     total = math.hypot(alone.error_seeds, EVALUATION_ERROR)
-    # Degrees of freedom by Satterthwaite: 6 of the seven seeds, 20 of the documents.
-    df = total**4 / (alone.error_seeds**4 / 6 + EVALUATION_ERROR**4 / 20)
+    # The degrees of freedom of a sum of two errors, by Satterthwaite (1946).
+    from_seeds = alone.error_seeds**4 / df_of_seeds
+    from_documents = EVALUATION_ERROR**4 / df_of_documents
+    df = total**4 / (from_seeds + from_documents)
     low, high = stats.t.interval(0.95, df, both.mean, total)
     assert both.df == pytest.approx(df)
     assert both.low == pytest.approx(low)
     assert both.high == pytest.approx(high)
+
+    # The mean is below zero, so the two-sided p value is twice the lower tail.
     assert both.p == pytest.approx(2 * stats.t.cdf(both.mean / total, df))
 
 
@@ -210,16 +244,23 @@ def test_the_error_over_equal_documents_is_that_of_their_mean():
 
 
 def test_the_error_over_documents_is_cluster_robust():
-    """The error of a mean over tokens whose documents are clusters of unequal size."""
+    """The error of a mean over tokens counts documents as clusters of tokens.
+
+    The formulas are those of Bell and McCaffrey (2002) for clusters of unequal size.
+    """
+    # Four documents. The difference of arm and baseline is in nats per token.
     tokens_C = np.array([4000, 500, 500, 1000])
-    difference_C = np.array([0.01, -0.02, 0.03, 0.0])  # nats per token
-    nats_SC = (difference_C * tokens_C)[None]
+    difference_C = np.array([0.01, -0.02, 0.03, 0.0])
+    nats_of_document_C = difference_C * tokens_C
+    nats_SC = nats_of_document_C[None]  # of a single seed
     error, df = inference.evaluation_error(nats_SC, tokens_C)
 
-    share_C = tokens_C / 6000
+    share_C = tokens_C / 6000  # of all tokens
     mean = share_C @ difference_C
     variance = np.sum(share_C**2 * (difference_C - mean) ** 2 / (1 - share_C))
     assert error == pytest.approx(variance**0.5)
+
+    # For documents of equal size, this is their number.
     num_equal_documents = np.sum(share_C**2) ** 2 / np.sum(share_C**4)
     assert df == pytest.approx(num_equal_documents - 1)
 
@@ -258,26 +299,33 @@ NEARLY_EQUAL = [
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY_EQUAL], ids=str)
 def test_a_spread_of_rounding_errors_is_zero(values):
+    """Values that are equal, or differ in their last bits alone, have no spread."""
     estimate = inference.estimate(values)
-    difference = paired_test(values)
+    difference = paired_test(values, margin=0.005)
     assert estimate.sd == 0.0
     assert difference.sd == 0.0
 
-    # The interval is a point, and what it shows is certain.
+    # Without a spread, the interval is the mean itself.
     mean = values[0]
     assert estimate.low == estimate.high == pytest.approx(mean, abs=1e-14)
     assert difference.low == difference.high == estimate.low
+
+    # What the mean shows is certain, so p values are 0 or 1.
     if mean == 0:
+        # No difference from zero, and one that is certainly within the margin.
         assert difference.p == 1.0
         assert difference.p_equivalence == 0.0
     else:
+        # The means are 0.1 or more, certainly not zero and certainly beyond the margin.
         assert difference.p == 0.0
         assert difference.p_equivalence == 1.0
 
 
 def test_a_single_seed_leaves_blanks():
+    """One value has no standard deviation, so it has no interval and no test."""
     difference = paired_test([0.01])
     known = {name: field for name, field in vars(difference).items() if field is not None}
+    # Beside the mean and its number of seeds, only the defaults of the arguments are known.
     assert known == {
         'mean': 0.01,
         'n': 1,
@@ -285,9 +333,9 @@ def test_a_single_seed_leaves_blanks():
         'tuning_low': 0,
         'tuning_high': 0,
     }
-    assert inference.estimate([2.0]) == inference.Estimate(
-        mean=2.0, n=1, sd=None, low=None, high=None
-    )
+
+    estimate = inference.estimate([2.0])
+    assert estimate == inference.Estimate(mean=2.0, n=1, sd=None, low=None, high=None)
 
 
 @pytest.mark.parametrize('differences', [[], [0.1, math.nan], [math.inf]])
@@ -328,7 +376,8 @@ def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
 def rejected_by_definition(p_values, alpha):
     """The p values that Holm's method rejects, from the smallest one on.
 
-    Rejects p_(k) up to alpha / (m - k + 1) for k = 1 ... m, and nothing after the first failure.
+    The k-th smallest of m p values is rejected if it is at most alpha / (m - k + 1). Where one is
+    not rejected, no larger one is.
     """
     rejected = []
     m = len(p_values)
@@ -375,26 +424,77 @@ def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
 
 @pytest.mark.parametrize(
     # A difference, its decision, and its decision where trials of the arm, or of the baseline,
-    # diverged.
+    # diverged. The margin is 0.005, and a difference below zero is better.
     ('compared', 'decided', 'arm_diverged', 'baseline_diverged'),
     [
-        (difference_around(-0.02), BETTER, UNDECIDED, BETTER),
-        (difference_around(0.02), WORSE, WORSE, UNDECIDED),
-        (difference_around(-0.006, spread=0.003), BETTER_OPEN, UNDECIDED, BETTER_OPEN),
-        (difference_around(0.006, spread=0.003), WORSE_OPEN, WORSE_OPEN, UNDECIDED),
-        (difference_around(0.0), EQUIVALENT, UNDECIDED, UNDECIDED),
-        (difference_around(0.003), EQUIVALENT, WORSE_OPEN, UNDECIDED),
-        (difference_around(0.001, spread=0.05), UNDECIDED, UNDECIDED, UNDECIDED),
-        # By what the optimum may be missed, of the arm and of the baseline.
-        (difference_around(-0.02, tuning=(0.1, 0.0)), BETTER, UNDECIDED, BETTER),
-        (difference_around(-0.02, tuning=(0.0, 0.016)), BETTER_OPEN, UNDECIDED, BETTER_OPEN),
-        (difference_around(-0.02, tuning=(0.0, np.inf)), UNDECIDED, UNDECIDED, UNDECIDED),
+        pytest.param(
+            difference_around(-0.02), BETTER, UNDECIDED, BETTER, id='below minus the margin'
+        ),
+        pytest.param(difference_around(0.02), WORSE, WORSE, UNDECIDED, id='above the margin'),
+        pytest.param(
+            difference_around(-0.006, spread=0.003),
+            BETTER_OPEN,
+            UNDECIDED,
+            BETTER_OPEN,
+            id='below zero, perhaps within the margin',
+        ),
+        pytest.param(
+            difference_around(0.006, spread=0.003),
+            WORSE_OPEN,
+            WORSE_OPEN,
+            UNDECIDED,
+            id='above zero, perhaps within the margin',
+        ),
+        pytest.param(difference_around(0.0), EQUIVALENT, UNDECIDED, UNDECIDED, id='zero'),
+        pytest.param(
+            difference_around(0.003),
+            EQUIVALENT,
+            WORSE_OPEN,
+            UNDECIDED,
+            id='above zero within the margin',
+        ),
+        pytest.param(
+            difference_around(0.001, spread=0.05),
+            UNDECIDED,
+            UNDECIDED,
+            UNDECIDED,
+            id='too noisy for any decision',
+        ),
+        # `tuning` is by how much the arm, and the baseline, may miss their optimum.
+        pytest.param(
+            difference_around(-0.02, tuning=(0.1, 0.0)),
+            BETTER,
+            UNDECIDED,
+            BETTER,
+            id='the arm may be even better',
+        ),
+        pytest.param(
+            difference_around(-0.02, tuning=(0.0, 0.016)),
+            BETTER_OPEN,
+            UNDECIDED,
+            BETTER_OPEN,
+            id='the baseline may be better by less than the difference',
+        ),
+        pytest.param(
+            difference_around(-0.02, tuning=(0.0, np.inf)),
+            UNDECIDED,
+            UNDECIDED,
+            UNDECIDED,
+            id='the baseline may be better by any amount',
+        ),
     ],
 )
 def test_a_decision_is_never_better_for_an_arm_that_diverged(
     compared, decided, arm_diverged, baseline_diverged
 ):
+    """Trials that diverged are missing from the means, which therefore flatter their side.
+
+    So an arm with such trials is never better, and never worse than a baseline with such trials.
+    With such trials on either side, an arm is never equivalent.
+    """
+
     def decision_where_trials_diverged(of_arm, of_baseline):
+        """The decision, given how many trials of the arm and of the baseline diverged."""
         judged = judge({'arm': compared}, diverged={'arm': (of_arm, of_baseline)})
         return judged['arm'].decision
 
@@ -405,32 +505,49 @@ def test_a_decision_is_never_better_for_an_arm_that_diverged(
 
 
 def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
-    """Checks the adjusted p values of an arm against a level alpha.
+    """Checks the corrected p values of an arm against a level alpha.
 
-    Adjusted p values are compared at the level of a first look, a fraction of alpha. An arm whose
-    margin test is rejected has left the family; the others share alpha among themselves.
+    The family are the arms that share alpha. An arm leaves it if its margin test is rejected.
+
+    Args:
+        judged: The judgement of the arm among all arms, with corrected p values.
+        difference: The difference of the arm, with p values that are not corrected.
+        alpha: The level of all arms together.
+        num_remaining: How many arms have not left the family.
     """
+    # The first look at a study has 0.8 of alpha, so `judge` divides p values by 0.8.
     fraction = level(1) / ALPHA
     p = fraction * judged.p_holm
     p_equivalence = fraction * judged.p_equivalence_holm
     p_margin = fraction * judged.p_margin_holm
-    if p_margin <= alpha:
+
+    has_left_family = p_margin <= alpha
+    if has_left_family:
+        # A difference beyond the margin is also one from zero, and no equivalence.
         assert p <= alpha
         assert p_equivalence > alpha
     else:
+        # The remaining arms have equal shares of alpha (Bonferroni).
         shared_alpha = alpha / num_remaining
         assert (p <= alpha) == (difference.p <= shared_alpha)
         assert (p_equivalence <= alpha) == (difference.p_equivalence <= shared_alpha)
 
 
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
+    """The arms of a study share alpha, the probability that any of them is decided falsely.
+
+    An arm that is shown to differ by more than the margin of 0.005 leaves all of alpha to the
+    others. Its margin test is corrected by Holm's method.
+    """
     rng = np.random.default_rng(11)
+    # The first look at a study has 0.8 of alpha, so `judge` divides p values by 0.8.
     fraction = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)
         differences = {}
         for arm, mean in enumerate(means):
-            differences[arm] = paired_test(rng.normal(mean, 0.01, 8))
+            values_of_seeds = rng.normal(mean, 0.01, 8)
+            differences[arm] = paired_test(values_of_seeds)
         judged = judge(differences)
 
         p_margins = holm([difference.p_margin for difference in differences.values()])

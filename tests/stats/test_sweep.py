@@ -21,7 +21,10 @@ def loss(value, seed=0, curvature=0.06):
 
 
 def losses_by_value(values=GRID, seeds=3, rng=None, noise=0.0, curvature=0.06):
-    """Losses by value and seed, with noise if there is a random generator."""
+    """Losses by value and seed: of `loss`, with normal noise if there is a random generator.
+
+    The default are three seeds at the five values of GRID, without noise.
+    """
     losses_of_value = {}
     for value in values:
         loss_of_seed = {}
@@ -48,18 +51,26 @@ def indices_of_nearest_worse(swept):
 
 @pytest.mark.parametrize(('noise', 'is_bounded'), [(0.004, True), (0.06, True), (0.07, False)])
 def test_the_fit_is_least_squares_with_a_level_per_seed(noise, is_bounded):
+    """The loss over ln(value) is fitted by a parabola, to which each seed adds a level.
+
+    A sweep has the losses of several seeds at several values of a setting. Its optimum is bounded
+    if the parabola is certainly curved upwards.
+    """
+    # Three seeds at the five values of GRID.
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise)
     in_any_order = dict(reversed(table.items()))
     swept = sweep.fit(in_any_order)
 
-    # The same fit by numpy: level + b x + c x^2, with x the logarithm of a rate over 0.004.
+    # The same fit by numpy: level + b x + c x^2, with x = ln(value / 0.004).
     losses_VS = np.array(swept.losses)
     x_V = np.log(np.array(GRID) / 0.004)
     centred_N = (losses_VS - losses_VS.mean(axis=0)).ravel()  # removes the level of each seed
     columns_VP = np.column_stack([x_V - x_V.mean(), x_V**2 - np.mean(x_V**2)])
-    design_NP = columns_VP.repeat(3, axis=0)
+    design_NP = columns_VP.repeat(3, axis=0)  # for three seeds
     (b, c), (residual,), _, _ = np.linalg.lstsq(design_NP, centred_N)
     level = losses_VS.mean() - b * x_V.mean() - c * np.mean(x_V**2)
+
+    # The vertex of the parabola is at x = -b / 2c.
     assert swept.curvature == pytest.approx(2 * c)
     assert swept.optimum == pytest.approx(0.004 * math.exp(-b / (2 * c)))
     assert swept.loss == pytest.approx(level - b**2 / (4 * c))
@@ -68,8 +79,9 @@ def test_the_fit_is_least_squares_with_a_level_per_seed(noise, is_bounded):
     df = 15 - 5
     variance_of_c = residual / df * np.linalg.inv(design_NP.T @ design_NP)[1, 1]
     t = c / variance_of_c**0.5
+    critical_t = 2.228139  # the 97.5 % quantile at 10 degrees of freedom
     assert swept.bounded == is_bounded
-    assert swept.bounded == (t > 2.228139)  # the 97.5 % quantile
+    assert swept.bounded == (t > critical_t)
 
 
 @pytest.mark.parametrize('optimum', [GRID[-1] * (1 - 1e-14), GRID[-1], GRID[-1] * (1 + 1e-14)])
@@ -83,12 +95,14 @@ def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum
 def excess_on_a_grid_of_curves(swept, value):
     """The largest excess at `value` of allowed curves, and the least and largest of their optima.
 
-    A curve is allowed if its residuals are not too large by an F test. Curves with O optima and K
-    skews are compared with the losses at V values of S seeds.
+    The excess of a curve is its loss at `value` above its least loss. A curve is allowed if its
+    residuals are not too large by an F test. Curves with O optima and K skews are compared with the
+    losses at V values of S seeds.
     """
     x_V = np.log(np.array(swept.fitted) / value)
-    losses_VS = np.array([swept.losses[swept.values.index(fitted)] for fitted in swept.fitted])
-    losses_VS -= losses_VS.mean(axis=0)
+    indices_of_fitted = [swept.values.index(fitted) for fitted in swept.fitted]
+    losses_VS = np.array([swept.losses[index] for index in indices_of_fitted])
+    losses_VS -= losses_VS.mean(axis=0)  # removes the level of each seed
     means_V = losses_VS.mean(axis=1)
     num_seeds = losses_VS.shape[1]
 
@@ -115,7 +129,7 @@ def excess_on_a_grid_of_curves(swept, value):
     # The largest scale at which a curve is allowed gives its excess.
     spare_OK = np.maximum(largest_squares - squares_OK, 0)
     largest_scale_OK = scale_OK + np.sqrt(spare_OK / (num_seeds * length_OK))
-    excess_OK = largest_scale_OK * sweep._curve(-optimum_O11, skew_K1)[..., 0]
+    excess_OK = largest_scale_OK * sweep._curve(-optimum_O11, skew_K1)[..., 0]  # at x = 0
     largest_excess = excess_OK[is_allowed_OK].max()
     optima = value * np.exp(optimum_O11[is_allowed_OK.any(axis=1)])
     return largest_excess, optima.min(), optima.max()
@@ -125,11 +139,13 @@ CHOICES = pytest.mark.parametrize('choice', ['vertex', 'minimax'])
 
 
 def assert_excess_of_allowed_curves(swept, value):
-    """The excess at a value and the interval of the optimum are those of the allowed curves.
+    """Compares a sweep with a plain search over the loss curves that its data allow.
 
-    With 'minimax' the chosen value lies in that interval.
+    `excess` bounds how far the loss at a value is above the least loss. With the choice 'minimax',
+    the chosen value lies among the optima of the allowed curves.
     """
     excess, low, high = excess_on_a_grid_of_curves(swept, value)
+    # The tolerances are for the grids of both searches.
     assert swept.excess(value) == pytest.approx(excess, rel=0.15)
     assert swept.optimum_low == pytest.approx(low, rel=0.03)
     assert swept.optimum_high == pytest.approx(high, rel=0.03)
@@ -140,22 +156,26 @@ def assert_excess_of_allowed_curves(swept, value):
 @CHOICES
 @pytest.mark.parametrize('noise', [0.01, 0.03])
 def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choice, noise):
+    """The excess at a value is the most by which its loss may exceed the least loss."""
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise, curvature=0.2)
     swept = sweep.fit(table, choice)
     assert swept.at_worst == swept.excess(swept.chosen)
+    # At the chosen value and at another one.
     assert_excess_of_allowed_curves(swept, swept.chosen)
     assert_excess_of_allowed_curves(swept, 0.003)
 
 
 @CHOICES
 def test_an_excess_counts_the_variance_between_seeds_whose_optima_differ(choice):
+    """Seeds without noise, whose optima differ by factors, leave the optimum uncertain."""
     shift_of_seed = {0: 0.7, 1: 1, 2: 1.4}
     table = {}
     for value in GRID:
         table[value] = {}
         for seed, shift in shift_of_seed.items():
             table[value][seed] = loss(value * shift, seed, curvature=0.2)
-    assert_excess_of_allowed_curves(sweep.fit(table, choice), 0.003)
+    swept = sweep.fit(table, choice)
+    assert_excess_of_allowed_curves(swept, 0.003)
 
 
 # Numbers of seeds, deviations of ln(optimum) between seeds, and bounds of the share.
@@ -164,10 +184,15 @@ SPREADS = [(2, 0.15, 0.83, 0.94), (2, 0.0, 0.95, 1.0), (2, 0.4, 0.65, 0.84), (4,
 
 @pytest.mark.parametrize(('seeds', 'spread', 'low', 'high'), slow_except(SPREADS[:1], SPREADS))
 def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, spread, low, high):
-    """The share of sweeps whose chosen value misses no more than they say, as in docs/limits.md."""
+    """A sweep says by how much its chosen value may miss the least loss, at a level of 95 %.
+
+    With few seeds, whose optima differ by `spread` in ln(value), this holds less often. The share
+    of sweeps where it holds is between `low` and `high`, as in docs/limits.md.
+    """
     rng = np.random.default_rng(0)
     are_held = []
     for _ in range(200):
+        # A random sweep: each seed has its own optimum, and each loss has noise.
         shifts = np.exp(spread * rng.standard_normal(seeds))
         table = {}
         for value in GRID:
@@ -176,6 +201,8 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
                 noise = rng.normal(0, 0.002)
                 table[value][seed] = loss(value / shift, seed, curvature=0.4) + noise
         swept = sweep.fit(table, 'minimax')
+
+        # Only sweeps that bound their optimum say how much they may miss.
         if swept.bracketed and swept.at_worst is not None:
             miss = loss(swept.chosen, curvature=0.4) - loss(OPTIMUM)
             are_held.append(miss <= swept.at_worst)
@@ -339,13 +366,18 @@ SCREENED = pytest.mark.parametrize(
 
 @SCREENED
 def test_a_sweep_estimates_what_its_values_determine(screening):
+    """A sweep gives the first estimates of a list, as many as its values determine."""
     swept = screening.sweep()
+    # Each estimate of ESTIMATES needs those before it, and the others are None.
     known = [name for name in ESTIMATES if getattr(swept, name) is not None]
     assert known == list(ESTIMATES[: screening.num_estimates])
 
+    # Only a sweep with all estimates bounds how far a loss is above the least one.
     has_all_estimates = screening.num_estimates == len(ESTIMATES)
     has_finite_excess = swept.excess(0.001) < math.inf
     assert has_finite_excess == has_all_estimates
+
+    # The second and third estimate are the optimum and its loss. Without them, the best is chosen.
     if screening.num_estimates < 3:
         assert swept.chosen == swept.best
 
@@ -359,6 +391,7 @@ def test_further_seeds_are_needed_where_they_could_bracket_the_optimum(screening
 
 @SCREENED
 def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
+    """The grid of screened values grows by factors of 2, up to a number of values in all."""
     swept = screening.sweep()
     num_screened = len(screening.means)
 
@@ -366,6 +399,7 @@ def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
         return sweep.next_values(swept, 2.0, most_values, math.inf)
 
     assert next_values(9) == screening.further
+    # A full grid does not grow, and one with a single free place grows by one value.
     assert next_values(num_screened) == ()
     assert next_values(num_screened + 1) == screening.further[:1]
 
@@ -373,14 +407,20 @@ def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
 def critical_difference(losses_VS):
     """The largest difference of two means that may be chance, by the losses at some values.
 
-    Its variance is that of the residuals from a level per value and one per seed, of two seeds.
+    The losses are those of V values and two seeds. Their variance is that of the residuals from a
+    level per value and one per seed. The level of 5 % is shared by four comparisons with the best
+    of five values.
     """
+    num_seeds = 2
+    num_comparisons = 4
     without_values_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
     residuals_VS = without_values_VS - without_values_VS.mean(axis=0)
     df = len(losses_VS) - 1
     variance = np.sum(residuals_VS**2) / df
-    variance_of_difference = variance * 2 / 2  # of two means over two seeds
-    return stats.t.isf(0.05 / 4, df) * variance_of_difference**0.5
+    # A difference of two means has the variance of both.
+    variance_of_difference = 2 * variance / num_seeds
+    critical_t = stats.t.isf(0.05 / num_comparisons, df)
+    return critical_t * variance_of_difference**0.5
 
 
 @pytest.mark.parametrize(
@@ -392,28 +432,37 @@ def test_further_values_have_no_rounding_noise(end, expected):
 
 
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
+    """A value is worse than the best where its mean is above by more than chance explains.
+
+    The optimum is bracketed if there is a worse value on each side of the best. The variance is
+    pooled over values that are no worse, so that a noisy last one hides nothing.
+    """
+    # The losses of two seeds at the five values of GRID.
     losses_VS = np.array([[2.005, 2.106], [2.0, 2.1], [2.11, 2.2], [2.3, 2.42], [3.4, 2.6]])
     best = 1
 
     def fit():
+        """The sweep of the losses as they are at the call."""
         table = {}
         for value, losses_S in zip(GRID, losses_VS.tolist(), strict=True):
             table[value] = dict(enumerate(losses_S))
         return sweep.fit(table)
 
-    # Only values that are no worse count in the variance, so that the noisy last one hides nothing.
+    # The best value 1 and value 0 below it are not told apart, but value 2 above is worse.
     rises_V = losses_VS.mean(axis=1) - losses_VS[best].mean()
     critical_of_two = critical_difference(losses_VS[[best, 0]])
     critical_of_three = critical_difference(losses_VS[[best, 0, 2]])
-    critical_of_all = critical_difference(losses_VS[[best, 0, 2, 3, 4]])
     assert rises_V[0] < critical_of_two < critical_of_three < rises_V[2]
+    # With the noise of value 4 in the variance, no value would be worse.
+    critical_of_all = critical_difference(losses_VS[[best, 0, 2, 3, 4]])
     assert rises_V[4] < critical_of_all
+
     swept = fit()
     assert swept.best == GRID[best]
     assert not swept.bracketed
     assert swept.needs_seeds
 
-    # The first value becomes worse where its mean rises above the critical difference.
+    # Value 0 becomes worse where its mean rises above the critical difference.
     losses_VS[0] += critical_of_two - rises_V[0] + 1e-6
     assert fit().bracketed
     losses_VS[0] -= 2e-6
@@ -421,10 +470,15 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
 
 
 def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
+    """The parabola is fitted between the nearest values that are worse than the best.
+
+    It reaches at least two steps of the grid to each side of the best value.
+    """
     rng = np.random.default_rng(2)
     flat = sweep.fit(losses_by_value(WIDE, 3, rng, noise=0.0097, curvature=0.01))
     steep = sweep.fit(losses_by_value(WIDE, 2, rng, noise=0.0097, curvature=1.0))
 
+    # In a flat curve, the nearest worse values are more than four steps apart.
     below, above = indices_of_nearest_worse(flat)
     best = WIDE.index(flat.best)
     first = min(below, best - 2)
@@ -433,17 +487,19 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     assert above - below > 4
     assert flat.fitted == WIDE[first : last + 1]
 
-    # In a steep curve, worse values are nearer than two steps: the best and two on each side.
+    # In a steep curve, they are within two steps, so the best and two on each side are fitted.
     assert len(steep.fitted) == 5
 
 
 def test_a_chosen_value_that_rounding_moves_past_a_neighbour_is_the_best_of_the_grid():
-    """Values are so near each other that the optimum is rounded past them."""
+    """The optimum is rounded to three digits, unless this moves it past a value of the grid."""
+    # Between 0.0010004 and 0.0010009, so all are rounded to 0.001, which is below the grid.
     values = [0.0010004 * 1.0002**k for k in range(3)]
     table = {}
     for k, value in enumerate(values):
-        loss_of_both_seeds = (k - 1.1) ** 2
+        loss_of_both_seeds = (k - 1.1) ** 2  # least between the values 1 and 2
         table[value] = {0: loss_of_both_seeds, 1: loss_of_both_seeds}
+
     swept = sweep.fit(table)
     assert values[1] < swept.optimum < values[2]
     assert swept.best == values[1]
