@@ -14,7 +14,8 @@ V = 5
 def slow_probability(rows, context, target, order):
     """P(target | the first `order` tokens of its context, nearest token first), by the definition.
 
-    An order of -1 is the uniform distribution (Witten-Bell smoothing).
+    Smoothing is that of Witten and Bell: counts are mixed with the probability of one order less.
+    An order of -1 is the uniform distribution.
     """
     if order < 0:
         return 1 / V
@@ -22,6 +23,7 @@ def slow_probability(rows, context, target, order):
     if len(context) < order:
         return lower
 
+    # The tokens that follow this context anywhere in the rows.
     followers = collections.Counter()
     for row in rows:
         for t in range(max(order, 1), len(row)):
@@ -43,7 +45,11 @@ def text():
 
 
 def test_losses_are_those_of_counts_in_dictionaries():
-    counted_RL, rows_RL = text()
+    """The losses of n-grams are those of a slow count, for every target and order.
+
+    An n-gram predicts a token from the tokens before it. The order is here the number of these.
+    """
+    counted_RL, rows_RL = text()  # 6 rows of 9 tokens are evaluated
     contexts, targets = ngrams.preceding(counted_RL, 3)
     (nats_OM,) = ngrams.losses(contexts, targets, [ngrams.preceding(rows_RL, 3)], V)
 
@@ -55,6 +61,7 @@ def test_losses_are_those_of_counts_in_dictionaries():
             context = row[t - 1 :: -1]  # nearest token first
             for order in range(4):
                 p = slow_probability(counted_rows, context, row[t], order)
+                # Target t has the index t - 1.
                 assert nats_ORT[order, r, t - 1] == pytest.approx(-math.log(p))
 
 
@@ -78,8 +85,14 @@ def has_neighbours(row, t, chain):
 
 
 def slow_masked_probability(rows, chain, target):
-    """P(target | neighbours) by the definition; the chain is a list of (offset, token)."""
+    """P(target | neighbours) by the definition; the chain is a list of (offset, token).
+
+    Smoothing is that of Witten and Bell: counts are mixed with the probability of a chain without
+    its last neighbour. Counts without neighbours are mixed with the uniform distribution.
+    """
     lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
+
+    # The tokens that stand among these neighbours anywhere in the rows.
     fillers = collections.Counter()
     for row in rows:
         for t, token in enumerate(row):
@@ -92,7 +105,13 @@ def slow_masked_probability(rows, chain, target):
 
 
 def slow_chain(shown, t, length):
-    """The nearest visible neighbours of position t as (offset, token), left ones first."""
+    """The nearest visible neighbours of position t as (offset, token), left ones first.
+
+    Args:
+        shown: The tokens of a row; negative where they are hidden.
+        t: The position in the row.
+        length: The most neighbours that are returned.
+    """
     neighbours = []
     for s, token in enumerate(shown):
         is_visible = token >= 0
@@ -100,6 +119,7 @@ def slow_chain(shown, t, length):
             neighbours.append((s - t, token))
 
     def distance_and_side(neighbour):
+        """The key of the order: at equal distance, the left neighbour is first."""
         offset, _ = neighbour
         return abs(offset), offset
 
@@ -118,19 +138,27 @@ def masked_text():
 
 
 def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
+    """A hidden token is predicted from its nearest visible neighbours, up to three of them.
+
+    Losses are those of a slow count of the tokens that stand among the same neighbours.
+    """
     counted_RT, (shown_RT, rows_RT, hidden_RT) = masked_text()
+    # The evaluated rows are given as two sets.
     first_set = (shown_RT[:4], rows_RT[:4], hidden_RT[:4])
     second_set = (shown_RT[4:], rows_RT[4:], hidden_RT[4:])
     losses = ngrams.masked_losses(counted_RT, [first_set, second_set], 3, V, rare=0)
     nats_OM = np.concatenate(losses, axis=1)
 
+    # Losses with 0 to 3 neighbours, of each hidden token (row r, position t).
     targets = np.argwhere(hidden_RT)
     assert nats_OM.shape == (4, len(targets))
+    counted_rows = counted_RT.tolist()
     for (r, t), nats_O in zip(targets, nats_OM.T, strict=True):
-        for order in range(4):
-            chain = slow_chain(shown_RT[r].tolist(), t, order)
-            p = slow_masked_probability(counted_RT.tolist(), chain, rows_RT[r, t])
-            assert nats_O[order] == pytest.approx(-math.log(p)), (r, t, order)
+        shown = shown_RT[r].tolist()
+        for num_neighbours in range(4):
+            chain = slow_chain(shown, t, num_neighbours)
+            p = slow_masked_probability(counted_rows, chain, rows_RT[r, t])
+            assert nats_O[num_neighbours] == pytest.approx(-math.log(p)), (r, t, num_neighbours)
 
 
 def test_a_rare_chain_of_offsets_has_the_probability_of_the_depth_before():

@@ -27,43 +27,56 @@ def contains(interval, truth):
 
 
 def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
-    """The law is loss = E + A n^-a at five sizes n."""
+    """A scaling law is a loss that falls with the number of parameters n: E + A n^-a.
+
+    Its fit to five sizes has the 95 % intervals of scipy's `curve_fit`.
+    """
     losses = noisy_losses(np.random.default_rng(3), SIZES, SD / 2)
     shuffled = [3, 0, 4, 1, 2]
     fit = scaling.fit(SIZES[shuffled], losses[shuffled])
     assert fit.sizes == tuple(SIZES)
 
+    # Sizes are divided by 1e5 for the solver, which changes A but neither E nor a.
     (E_value, _, a_value), covariance = optimize.curve_fit(
         lambda n, E, A, a: E + A * n**-a, SIZES / 1e5, losses, p0=(1.2, 1.0, EXPONENT)
     )
+    variance_of_E = covariance[0, 0]
+    variance_of_a = covariance[2, 2]
     t = stats.t.ppf(0.975, df=5 - 3)  # losses less parameters
-    half_of_E = t * covariance[0, 0] ** 0.5
+
+    half_of_E = t * variance_of_E**0.5
     assert fit.E.low == pytest.approx(E_value - half_of_E, rel=1e-4)
     assert fit.E.high == pytest.approx(E_value + half_of_E, rel=1e-4)
-    half_of_a = t * covariance[2, 2] ** 0.5
+    half_of_a = t * variance_of_a**0.5
     assert fit.a.low == pytest.approx(a_value - half_of_a, rel=1e-4)
     assert fit.a.high == pytest.approx(a_value + half_of_a, rel=1e-4)
 
 
 @pytest.mark.parametrize('shared_sd', [0.0, 0.002])
 def test_intervals_from_four_sizes_contain_the_truth(shared_sd):
-    """Most sweeps of 4 sizes give no law; the intervals of those that do miss it in at most 7 %.
+    """Of four sizes, most simulations give no law. The intervals of the others hold the truth.
 
-    Computed from the residuals alone, 17 % would. All seeds of a size share noise of `shared_sd`,
-    such as that of its tuning.
+    At most 7 % of them miss it. Computed from the residuals alone, 17 % would. All seeds of a size
+    share noise of `shared_sd`, such as that of its tuning.
     """
+    true_floor = 1.0
+    true_exponent = 0.25
     rng = np.random.default_rng(1)
     num_seeds = 8
     sizes = np.geomspace(1e5, 1.6e6, 4)
     are_held = []
     for _ in range(400):
-        shared_V = 1 + 0.6 * (sizes / 1e5) ** -0.25 + shared_sd * rng.normal(size=4)
+        # Noisy losses of eight seeds S at four sizes V.
+        law_V = true_floor + 0.6 * (sizes / 1e5) ** -true_exponent
+        shared_V = law_V + shared_sd * rng.normal(size=4)
         losses_SV = shared_V + 0.003 * num_seeds**0.5 * rng.normal(size=(num_seeds, 4))
+
+        # The variance of the mean losses is estimated from the seeds.
         variance_of_means = losses_SV.var(axis=0, ddof=1).mean() / num_seeds
         df = 4 * (num_seeds - 1)
         law = scaling.fit(sizes, losses_SV.mean(axis=0), (variance_of_means, df))
         if not isinstance(law, Problem):
-            are_held.append(contains(law.a, 0.25) and contains(law.E, 1.0))
+            are_held.append(contains(law.a, true_exponent) and contains(law.E, true_floor))
     assert len(are_held) > 50
     assert np.mean(are_held) > 0.93
 
@@ -100,7 +113,11 @@ def assert_intervals_cover(multipliers, truth):
 
 
 def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
-    """Five sizes within a factor of 4.5, and 5 seeds of each."""
+    """A multiplier says how many parameters of the baseline one parameter of an arm is worth.
+
+    Five sizes within a factor of 4.5 do not determine the exponent of the baseline's law. They
+    still determine the multiplier, which here is 0.8.
+    """
     sizes = np.geomspace(1e5, 4.5e5, 5)
     factor = 0.8
     sd = SD / 2
@@ -108,6 +125,7 @@ def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
     rng = np.random.default_rng(0)
     multipliers = []
     for _ in range(200):
+        # The arm has the losses of a baseline with 0.8 times its parameters.
         baseline_losses = noisy_losses(rng, sizes, sd)
         arm_losses = noisy_losses(rng, factor * sizes, sd)
         estimated_variance = sd**2 * rng.chisquare(df) / df
@@ -117,9 +135,12 @@ def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
             pairs = list(zip(sizes, sizes, differences, strict=True))
             multipliers.append(scaling.multiplier(fit, pairs))
 
+    # The last law is loose: the interval of its exponent is wider than the exponent itself.
     assert fit.loose.code is ProblemCode.EXPONENT_LOOSE
     width = fit.loose.data['high'] - fit.loose.data['low']
     assert width > fit.loose.data['value']
+
+    # More than half of the laws are loose, and the intervals of their multipliers hold 0.8.
     assert len(multipliers) > 100
     assert_intervals_cover(multipliers, factor)
 

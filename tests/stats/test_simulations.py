@@ -55,7 +55,8 @@ class Shape:
     def losses(self, rng, x, level_S, shift_S):
         """Losses at distance x from the optimum, for S seeds with their levels and shifts.
 
-        At x = 0 they are the level on average, but for bad trials.
+        x is ln(learning rate / optimum). At x = 0 the losses are the level on average, but for bad
+        trials. Noise has the deviation NOISE.
         """
         x_S = x - shift_S
         inflection = -1 / (3 * self.cubic) if self.cubic else math.inf
@@ -98,13 +99,17 @@ class TunedArm(NamedTuple):
 
 @functools.lru_cache(1)
 def tuned_studies(case, num_studies, choice):
-    """The arms of each study, the baseline first, tuned by the planner at random optima."""
+    """The arms of each simulated study, the baseline first, with a tuned learning rate.
+
+    Each arm has its own random optimum, and the planner screens learning rates around it.
+    """
     rng = np.random.default_rng(list(CASES).index(case))
     baseline_shape, arm_shape = CASES[case]
     shapes = [baseline_shape] + [arm_shape] * ARMS
     limits = TuningConfig(seeds=SEEDS, choice=choice)
     studies = []
     for _ in range(num_studies):
+        # Noise that all arms share by seed, for more seeds than the planner asks for.
         level_S = rng.normal(0, LEVEL_NOISE, 100)
         optima = [rng.uniform(math.log(0.002), math.log(0.016)) for _ in shapes]
         arms = []
@@ -116,10 +121,19 @@ def tuned_studies(case, num_studies, choice):
 
 
 def tuned_sweep(rng, shape, optimum, level_S, limits):
-    """The sweep of learning rates of one arm: trials run until the planner wants no more."""
+    """The sweep of learning rates of one arm: trials run until the planner wants no more.
+
+    Args:
+        rng: The generator of all noise.
+        shape: The loss of the arm by its learning rate.
+        optimum: ln(learning rate) of the least loss.
+        level_S: What each seed adds to all losses.
+        limits: The planner's settings.
+    """
     shift_S = shape.shifts(rng, len(level_S))
     measured = {}
     tuning = tune(GRIDS, limits, measured, 'coupled')
+    # The planner names the values and seeds that are missing, or no setting if none are.
     while tuning.knob is not None:
         indices = np.array(tuning.seeds) - SEEDS[0]
         for value in tuning.values:
@@ -134,7 +148,11 @@ def tuned_sweep(rng, shape, optimum, level_S, limits):
 
 
 def is_false(decided, true):
-    """Whether a decision contradicts the true difference."""
+    """Whether a decision contradicts the true difference of an arm from the baseline.
+
+    'Equivalent' says that the difference is below the margin. 'Better' and 'worse' say its sign,
+    and that it is not below the margin unless the margin is left open.
+    """
     size = abs(true)
     if decided is Decision.EQUIVALENT:
         return size >= MARGIN
@@ -143,9 +161,10 @@ def is_false(decided, true):
     elif decided in ABOVE_ZERO:
         has_wrong_sign = true <= 0
     else:
-        return False
+        return False  # undecided
+
     claims_margin = decided in (Decision.BETTER, Decision.WORSE)
-    is_below_margin = size < MARGIN * (1 - 1e-9)
+    is_below_margin = size < MARGIN * (1 - 1e-9)  # but for rounding
     return has_wrong_sign or (claims_margin and is_below_margin)
 
 
@@ -227,10 +246,11 @@ class Coverage(NamedTuple):
 
 
 def coverage_over_seeds_and_documents(num_studies):
-    """The coverage of intervals for a true difference of 0.
+    """How often intervals of simulated studies hold the true difference, which is 0.
 
-    The tokens of documents are log-normal, none above 5 % of all. Arms differ by noise of the seed,
-    of the document, and of a seed at a document.
+    A study has 16 seeds that are evaluated on 100 documents. The tokens of documents are
+    log-normal, none above 5 % of all. Arms differ by noise of the seed, of the document, and of a
+    seed at a document.
     """
     num_seeds = 16
     num_documents = 100
@@ -241,11 +261,14 @@ def coverage_over_seeds_and_documents(num_studies):
         tokens_C = rng.lognormal(8, 1.0, num_documents)
         for _ in range(20):  # until it settles, since a cut lowers the total
             tokens_C = np.minimum(tokens_C, 0.05 * tokens_C.sum())
+
+        # The difference of each seed S at each document C, in nats per token.
         seed_at_document_SC = rng.normal(0, 0.02, (num_seeds, num_documents))
         document_C = rng.normal(0, 0.03, num_documents)
         seed_S1 = rng.normal(0, 0.01, (num_seeds, 1))
         nats_SC = (seed_at_document_SC + document_C + seed_S1) * tokens_C
 
+        # Two intervals for the mean: without the error over documents, and with it.
         means_S = nats_SC.sum(axis=1) / tokens_C.sum()
         over_seeds = inference.paired_test(means_S)
         evaluation = inference.evaluation_error(nats_SC, tokens_C)
@@ -263,14 +286,20 @@ QUICK = [('cubic arms', 'vertex'), ('cubic baseline', 'minimax')]
     ('case', 'choice'), slow_except(QUICK, itertools.product(UNEQUAL, CHOICES))
 )
 def test_errors_of_tuning_and_bad_trials_rarely_decide_falsely(case, choice):
-    """At 5.5 % or less, more than 4 of 24 have a probability below 1 %.
+    """At most 5 % of studies decide falsely, though tuning misses the best learning rates.
 
     Without the error of tuning, more than half of the studies with cubic sweeps decide falsely.
     """
     num_studies = 24
     counts = simulate(case, MANY, num_studies, choice)
+
+    # If 5.5 % decide falsely, more than 4 of 24 have a probability below 1 %.
     assert counts.false <= 4
+
+    # Nearly all arms are tuned well enough to be tested.
     assert counts.tested >= 0.97 * num_studies * ARMS
+
+    # Intervals at 95 % hold the truth. Rare bad trials shift a mean, so those cases are left out.
     if not case.startswith('bad'):
         assert counts.coverage >= 0.94
 
@@ -286,24 +315,33 @@ def test_intervals_over_seeds_and_documents_cover_the_truth():
 @pytest.mark.parametrize('choice', CHOICES)
 @pytest.mark.parametrize('case', CASES)
 def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_seeds):
+    """Whatever the loss curves of a case, at most 5 % of simulated studies decide falsely.
+
+    The intervals hold the truth, and differences that count as detectable are found.
+    """
     num_studies = 400
     counts = simulate(case, num_seeds, num_studies, choice)
-    assert counts.false <= ALLOWED * num_studies
+    assert counts.false <= ALLOWED * num_studies  # 5.5 %, with the noise of a simulation
+
+    # Nearly constant losses do not bound the best learning rate, so hardly any arm is tested.
     num_arms = num_studies * ARMS
     if case == 'all nearly constant':
         assert counts.tested < 0.05 * num_arms
         return
 
+    # Intervals are at 95 %. Few seeds do not show how rare bad trials shift a mean.
     has_bad_trials = case.startswith('bad')
-    if not has_bad_trials:  # few seeds do not show how rare bad trials shift a mean
+    if not has_bad_trials:
         assert counts.coverage >= 0.94
     assert counts.tested >= 0.97 * num_arms
+
+    # A detectable difference is found with a probability of about 80 %, less with bad trials.
     shifted = simulate(case, num_seeds, num_studies, choice, effect=counts.detectable)
     assert shifted.power >= (0.65 if has_bad_trials else 0.78)
 
 
 def share_of_studies_decided_falsely(losses, true):
-    """The share of studies with any false decision.
+    """The share of studies that decide any of their arms falsely.
 
     Args:
         losses: Losses less those of the baseline, by study, arm and seed.
@@ -328,20 +366,28 @@ EFFECTS = [
 
 @pytest.mark.parametrize(('margins', 'sd'), slow_except(EFFECTS[::3], EFFECTS))
 def test_studies_rarely_decide_wrongly(margins, sd):
-    """Whatever the true differences of arms that share their baseline."""
+    """At most 5 % of studies decide any arm falsely, whatever the true differences of the arms.
+
+    All arms of a study are compared with the same losses of the baseline. `margins` are the true
+    differences as multiples of the margin.
+    """
     rng = np.random.default_rng(0)
     num_studies = 1000
     num_arms = len(margins)
     num_seeds = 8
     true = MARGIN * np.array(margins)
-    sd_of_losses = sd / 2**0.5
+    sd_of_losses = sd / 2**0.5  # so that a difference of two losses has the deviation sd
     arms = rng.normal(0.0, sd_of_losses, (num_studies, num_arms, num_seeds)) + true[:, None]
     baseline = rng.normal(0.0, sd_of_losses, (num_studies, 1, num_seeds))
     differences = arms - baseline
 
+    # Four standard errors of a share of 5 % among so many studies.
     four_errors = 4 * (0.05 * 0.95 / num_studies) ** 0.5
+    # A first look spends 4 % of the 5 %, and leaves the rest to repeats.
     share_of_all_arms = share_of_studies_decided_falsely(differences, true)
     assert 0.02 <= share_of_all_arms <= 0.05 + four_errors
+
+    # The same holds for a study of the first arm alone.
     share_of_first_arm = share_of_studies_decided_falsely(differences[:, :1], true)
     assert abs(share_of_first_arm - 0.05) <= four_errors
 
@@ -366,14 +412,22 @@ def pooled_difference(samples):
 def is_decided_falsely(rng, num_seeds, true, sd, by_the_rule):
     """Whether a study decides any arm falsely, if the undecided arms are repeated.
 
-    Look k has `num_seeds[k]` seeds. By the rule, a repeat is pooled with the looks before it,
-    corrected for all arms that any of them had, and tested at `decision.level`. Otherwise it counts
-    alone, as if it were the only look.
+    A look is a study or a repeat of it with further seeds.
+
+    Args:
+        rng: The generator of all noise.
+        num_seeds: The number of seeds of each look.
+        true: The true difference of each arm.
+        sd: The standard deviation of a difference over seeds.
+        by_the_rule: Whether a repeat is pooled with the looks before it, corrected for all arms
+            that any of them had, and tested at `decision.level`. Otherwise it counts alone, as if
+            it were the only look.
     """
     num_arms = len(true)
     open_arms = list(range(num_arms))
     seen = {arm: [] for arm in open_arms}
     for look, num_seeds_of_look in enumerate(num_seeds, start=1):
+        # Further seeds of the baseline and of the arms that are undecided.
         baseline_S = rng.normal(0.0, sd / 2**0.5, num_seeds_of_look)
         for arm in open_arms:
             if not by_the_rule:
@@ -381,6 +435,7 @@ def is_decided_falsely(rng, num_seeds, true, sd, by_the_rule):
             loss_S = rng.normal(true[arm], sd / 2**0.5, num_seeds_of_look)
             seen[arm].append(loss_S - baseline_S)
 
+        # The decisions of this look.
         differences = {arm: pooled_difference(seen[arm]) for arm in open_arms}
         looks = dict.fromkeys(open_arms, look if by_the_rule else 1)
         family = num_arms if by_the_rule else len(open_arms)
