@@ -63,9 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) -> tuple[list, Any]:
-    """Random [q, k, v, table of biases], and weights of the output.
+    """Random [q, k, v, table of biases], and weights of the output, for two rows of queries.
 
-    `sizes` are K key heads, V value heads, H channels of a key, G of a value, and S keys.
+    `sizes` are K key heads, V value heads, H channels of a key, G of a value, and S keys. There are
+    N = 4 query heads. The table has a bias for each head and distance of query and key.
     """
     K, V, H, G, S = sizes
     shapes = [
@@ -81,7 +82,10 @@ def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) ->
 
 
 def call(arrays: Sequence[Any], **options: Any) -> Call:
-    """The call of a kernel with q, k, v and, for bias='learned', a table of biases."""
+    """The call of a kernel with q, k, v and, for bias='learned', a table of biases.
+
+    By default it has softmax, the scale 1 / sqrt(H), and no bias, cap or dropout.
+    """
     q_BTNH, k_BSKH, v_BSKH = arrays[:3]
     default_scale = q_BTNH.shape[-1] ** -0.5
     options = {**DEFAULTS, 'dropout_key': None, 'scale': default_scale, **options}
@@ -89,6 +93,7 @@ def call(arrays: Sequence[Any], **options: Any) -> Call:
         table_ND = arrays[3]
 
         def look_up(distance_TS):
+            """The biases of these distances, of which -T is the first in the table."""
             return table_ND[:, jnp.clip(distance_TS + T, 0, 2 * T - 1)]
 
         options['bias'] = look_up
@@ -109,14 +114,25 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
     """The output, and the gradients of its weighted sum by q, k, v and the table of biases.
 
     The output of a query without any visible key has no meaning, so it is set to 0.
+
+    Args:
+        kernel: The function that computes a `Call`.
+        arrays: q, k, v and the table of biases, as of `inputs`.
+        w_BTNH: The weights of the output.
+        options: Further fields of the call, `mask` among them.
     """
     q_BTNH, k_BSKH = arrays[:2]
-    mask_BTS = options['mask'].dense(q_BTNH.shape[1], k_BSKH.shape[1])
+    num_queries = q_BTNH.shape[1]
+    num_keys = k_BSKH.shape[1]
+    mask_BTS = options['mask'].dense(num_queries, num_keys)
     sees_any_BT11 = mask_BTS.any(-1)[..., None, None]
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        return kernel(call(arrays, **options))
 
     @jax.jit
     def output_and_gradients(*arrays: jax.Array) -> list:
-        o_BTNH, pull_back = jax.vjp(lambda *arrays: kernel(call(arrays, **options)), *arrays)
+        o_BTNH, pull_back = jax.vjp(run, *arrays)
         return [o_BTNH * sees_any_BT11, *pull_back(w_BTNH * sees_any_BT11)]
 
     return output_and_gradients(*arrays)
@@ -159,13 +175,20 @@ def test_blockwise_attention_equals_the_einsums(case, dtype, tolerance):
 
 
 def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
+    """Trials that train at once are stacked by vmap, and each has its own scale of logits.
+
+    The scale is then traced, not a number. Attention in blocks has the gradients of the plain
+    einsums for this, too.
+    """
     _, sizes = CASES['causal']
     (q_BTNH, k_BSKH, v_BSKH, _), w_BTNH = inputs(sizes)
     # The batch of two sequences becomes two trials of one sequence.
     stacked = [array[:, None] for array in (q_BTNH, k_BSKH, v_BSKH, w_BTNH)]
-    scales = jnp.array([0.3, 0.7])
+    scales = jnp.array([0.3, 0.7])  # of the two trials
 
     def stacked_gradients(kernel):
+        """The gradients of both trials by scale, q, k and v."""
+
         def weighted(scale, q_BTNH, k_BSKH, v_BSKH, w_BTNH):
             o_BTNH = kernel(call([q_BTNH, k_BSKH, v_BSKH], mask=Mask(causal=True), scale=scale))
             return (o_BTNH * w_BTNH).sum()
@@ -177,7 +200,10 @@ def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
 
 
 def test_dropped_probabilities_are_the_same_in_the_backward_pass():
-    """The forward and backward pass draw the same dropout, of the given rate."""
+    """The forward and backward pass draw the same dropout, of the given rate.
+
+    Both draw it from the key of the call, since attention in blocks stores no probabilities.
+    """
     _, sizes = CASES['causal']
     arrays, w_BTNH = inputs(sizes)
     q_BTNH, k_BSKH, v_BSKH, _ = arrays
@@ -189,7 +215,8 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     def weighted_output(q_BTNH, v_BSKH):
         return (run(q_BTNH, v_BSKH) * w_BTNH).sum()
 
-    # Each query keeps 0.6 of T probabilities, divided by 0.6: of values of 1 the mean is 1.
+    # For values of 1, the output is the sum of the probabilities. Dropout at 0.4 keeps a share of
+    # 0.6 and divides by 0.6, so sums vary around 1.
     ones_BTNH, pull_back = jax.vjp(lambda v_BSKH: run(q_BTNH, v_BSKH), jnp.ones_like(v_BSKH))
     assert abs(float(ones_BTNH.mean()) - 1) < 0.05
     assert float(ones_BTNH.std()) > 0.1
@@ -199,7 +226,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     by_gradient = (dv_BSKH * v_BSKH).sum()
     assert abs(float(by_gradient - weighted_output(q_BTNH, v_BSKH))) < 1e-3
 
-    # The gradient by q is compared with a difference.
+    # The gradient by q, times a small step, is half the difference between both sides of q.
     _, dq_BTNH, *_ = with_gradients(in_blocks, arrays, w_BTNH, **options)
     step_BTNH = 1e-2 * q_BTNH
     above = weighted_output(q_BTNH + step_BTNH, v_BSKH)
@@ -208,22 +235,32 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
 
 
 def test_memory_of_blockwise_attention_is_linear_in_the_context():
+    """A context of twice the length takes twice the memory in blocks.
+
+    With einsums it takes four times as much, since they hold the logits of all pairs of tokens.
+    """
+
     def temporary_bytes(kernel, length):
+        """The memory that the compiled gradient needs beside its inputs and outputs."""
         array = jax.ShapeDtypeStruct((1, length, N, 8), jnp.float32)
         program = jax.jit(gradients(kernel, mask=Mask(causal=True), bias=ALIBI))
         compiled = program.lower(array, array, array).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    linear = temporary_bytes(in_blocks, 512) / temporary_bytes(in_blocks, 256)
-    quadratic = temporary_bytes(einsum, 512) / temporary_bytes(einsum, 256)
-    assert 1.5 < linear < 2.2
-    assert 3.5 < quadratic < 4.2
+    growth_in_blocks = temporary_bytes(in_blocks, 512) / temporary_bytes(in_blocks, 256)
+    growth_of_einsums = temporary_bytes(einsum, 512) / temporary_bytes(einsum, 256)
+    assert 1.5 < growth_in_blocks < 2.2
+    assert 3.5 < growth_of_einsums < 4.2
 
 
 def test_blocks_beyond_the_mask_are_not_computed():
-    """64 tokens have 8 x 8 blocks of 8 queries and 8 keys."""
+    """Attention in blocks leaves out the blocks in which no query may attend to a key.
+
+    `in_blocks` cuts 64 tokens into 8 x 8 blocks of 8 queries and 8 keys.
+    """
 
     def num_blocks(mask):
+        """The number of blocks that the program computes."""
         array = jnp.zeros((1, 64, N, 8))
         jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x], mask=mask)))(array)
         # The scan over blocks is printed with length=NUMBER.
@@ -231,13 +268,20 @@ def test_blocks_beyond_the_mask_are_not_computed():
         return int(after_length.split()[0])
 
     assert num_blocks(Mask()) == 8 * 8
-    assert num_blocks(Mask(causal=True)) == 36  # up to the diagonal: 8 * 9 / 2
-    # A window of 9 tokens reaches into the blocks beside the diagonal.
-    assert num_blocks(Mask(causal=True, window=9)) == 8 + 7
-    assert num_blocks(Mask(window=9)) == 8 + 7 + 7
+
+    # Causal: row i of blocks has i blocks up to the diagonal, so 1 + 2 + ... + 8.
+    assert num_blocks(Mask(causal=True)) == 36
+
+    # A window of 9 tokens, so up to 8 back, reaches into the block beside that on the diagonal.
+    on_diagonal = 8
+    on_one_side = 7
+    assert num_blocks(Mask(causal=True, window=9)) == on_diagonal + on_one_side
+    assert num_blocks(Mask(window=9)) == on_diagonal + 2 * on_one_side
 
 
 def test_blocks_of_sharded_arrays_need_no_communication():
+    """Rows and heads are independent in attention, so devices that share them need no exchange."""
+    # Four devices: two shares of the rows, and two of the heads.
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2))
     arrays, _ = inputs((N, N, 8, 8, T))
     q_k_v = arrays[:3]
@@ -248,6 +292,8 @@ def test_blocks_of_sharded_arrays_need_no_communication():
     text = program.as_text()
     for communication in ('all-gather', 'all-to-all', 'collective-permute'):
         assert communication not in text
+
+    # The gradients are those of the einsums on one device.
     got = program(*placed_q_k_v)
     want = gradients(einsum, **options)(*q_k_v)
     assert_equal([*got], [*want], 1e-5)
@@ -264,7 +310,11 @@ def test_dot_product_equals_the_einsums(mask, num_kv_heads):
 
 @pytest.mark.parametrize(('mask', 'num_kv_heads'), slow_except(PLAIN[1:2], PLAIN))
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_heads):
-    """The gradients of two trials, lowered for a GPU that is not there."""
+    """Two trials, stacked by vmap, share one call of the library cuDNN, forward and backward.
+
+    The fixture `cudnn` lets JAX lower the program for a GPU that is not there, and its text is read.
+    Nothing beside the two calls computes attention: neither matrix products nor loops.
+    """
     arrays, _ = inputs((num_kv_heads, num_kv_heads, 64, 64, LONG), jnp.bfloat16, LONG)
     hopper = Target('gpu', None, 9.0)
 
@@ -277,8 +327,8 @@ def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_
     text = program.trace(*stacked).lower(lowering_platforms=('cuda',)).as_text()
     assert text.count('@__cudnn$fmhaSoftmax(') == 1
     assert text.count('@__cudnn$fmhaSoftmaxBackward(') == 1
-    assert 'dot_general' not in text
-    assert 'stablehlo.while' not in text
+    assert 'dot_general' not in text  # a matrix product
+    assert 'stablehlo.while' not in text  # a loop
 
 
 SPLASH = {
@@ -321,7 +371,11 @@ def test_splash_attention_lowers_for_a_tpu(case):
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['merged', 'packed'])
 def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
-    """Two trials on a mesh of 2 x 2 x 2 devices."""
+    """Splash attention is the kernel of TPUs, which is interpreted here on CPUs.
+
+    Two trials are stacked on a mesh of 2 x 2 x 2 devices: trials, rows and heads are shared out.
+    Each device computes its part without the arrays of the others.
+    """
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     # The output of a query without any visible key has no meaning.
@@ -331,13 +385,16 @@ def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
     splash = functools.partial(library.splash, target=Target('cpu', mesh))
 
     def stacked_gradients(kernel):
+        """The compiled function to the gradients of both trials by q, k and v."""
         one_trial = gradients(kernel, w_BTNH, **options)
         return jax.jit(jax.vmap(one_trial, spmd_axis_name='trial'))
 
+    # The second trial has the two rows in reverse order, so that the trials differ.
     stacked = [jnp.stack([array, array[::-1]]) for array in arrays[:3]]
     placed = place_on_mesh(stacked, mesh, 'trial', 'data')
     program = stacked_gradients(splash).lower(*placed).compile()
     assert 'all-gather' not in program.as_text()
+
     got = program(*placed)
     want = stacked_gradients(einsum)(*stacked)
     assert_equal([*got], [*want], 1e-5)
