@@ -60,9 +60,14 @@ def quick_variants(fixture: str) -> set[tuple[str, str]]:
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrizes the contract tests by the variants of --variant, or by all if none is given."""
+    """Parametrizes the contract tests by the variants of --variant, or by all if none is given.
+
+    A variant is a pair of a Score and a Value. The fixtures `variant` and `some` are variants,
+    `score` and `some_score` are Scores.
+    """
     if not metafunc.module.__name__.endswith('test_contract'):
         return
+    # Without --variant, `named` is empty. Named variants are all quick.
     named = [_checked(text) for text in metafunc.config.getoption('--variant') or ()]
     variants = named or [*buildable_variants(), *examples.VARIANTS]
     for fixture in ('variant', 'some'):
@@ -73,6 +78,7 @@ def pytest_generate_tests(metafunc):
             cases = slow_except(quick_cases, [(variant,) for variant in variants])
             metafunc.parametrize(fixture, cases, ids=map('/'.join, variants))
 
+    # The Scores of the variants, each once.
     if named:
         scores = list(dict.fromkeys(score for score, _ in named))
     else:

@@ -25,8 +25,10 @@ def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Ar
 def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> Attention:
     """A small layer of a variant, as in make(('qk', 'vo'), biases=True).
 
+    By default it has 4 query heads and 4 key heads of 8 channels, in a stream of 32 channels.
+
     Args:
-        variant: The names of the Score and the Value.
+        variant: The names of the Score, which gives logits, and of the Value, which gives outputs.
         seed: The seed of the initial values.
         moved: Whether to add noise to every parameter, so that biases are not 0.
         options: Fields of `AttentionSpec`.
@@ -48,9 +50,10 @@ def wide(tree: Any) -> Any:
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The size of each axis letter, from the spec and the parameters of a circuit.
+    """The size of each axis letter, from the spec and the parameters of a Score or Value.
 
-    The last part of a parameter's name has a letter for each axis: w_q_DNH has the axes D, N, H.
+    The last part of a parameter's name has a letter for each axis: w_q_DNH has the axes D, N, H. A
+    letter has one size in all parameters.
     """
     sizes = spec.letters
     parameters = nnx.to_pure_dict(nnx.state(circuit))
@@ -72,9 +75,10 @@ def causal() -> jax.Array:
 
 
 def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
-    """The mask of a Score that may hide a token from itself.
+    """The mask of a Score: true where query t may attend to key s.
 
-    A token that sees no other token still sees itself.
+    If the Score hides a token from itself, t = s is false. A token that sees no other token still
+    sees itself.
     """
     mask_BTS = np.asarray(mask_BTS)
     if not score.hides_self:
@@ -86,15 +90,19 @@ def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
 
 
 def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
-    """The position biases b_NTS of a Score, or 0 if it has none."""
-    distances_1R = jnp.arange(1 - S, T)[None]
+    """What a Score adds to the logit of query t and key s by their distance t - s: b_NTS.
+
+    It is 0 if the Score adds nothing.
+    """
+    distances_1R = jnp.arange(1 - S, T)[None]  # all t - s, in ascending order
     b_N1R = score.relative_bias(distances_1R)
     if b_N1R is None:
         return 0.0
     b_NTS = np.zeros((len(b_N1R), T, S))
     for t, s in np.ndindex(T, S):
         distance = t - s
-        b_NTS[:, t, s] = b_N1R[:, 0, distance + S - 1]
+        index = distance + S - 1  # 0 for the least distance, 1 - S
+        b_NTS[:, t, s] = b_N1R[:, 0, index]
     return b_NTS
 
 
@@ -117,11 +125,12 @@ def rotary_logits(
     k_BSKH = np.asarray(k_BSKH, np.float64)
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
-    num_plain = 0 if rope_size is None else H - rope_size
+    num_plain = 0 if rope_size is None else H - rope_size  # channels that are not rotated
     half = (H - num_plain) // 2
     frequencies = 10_000.0 ** (-np.arange(half) / half)
 
     def complex_pairs(z_H):
+        """The rotated channels of a head as complex numbers."""
         real = z_H[num_plain : num_plain + half]
         imaginary = z_H[num_plain + half :]
         return real + 1j * imaginary
@@ -129,7 +138,8 @@ def rotary_logits(
     s_BNTS = np.zeros((B, N, T, S))
     for b, n, t, s in np.ndindex(*s_BNTS.shape):
         q_H = q_BTNH[b, t, n]
-        k_H = k_BSKH[b, s, n * K // N]
+        key_head = n * K // N  # the key head that query head n shares
+        k_H = k_BSKH[b, s, key_head]
         turns = np.exp(1j * (t - s) * frequencies)
         rotated = (complex_pairs(q_H) * complex_pairs(k_H).conj() * turns).real.sum()
         plain = q_H[:num_plain] @ k_H[:num_plain]
@@ -138,11 +148,15 @@ def rotary_logits(
 
 
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
-    """Logits s_BNTS by the definition, with scale, cap and position biases."""
+    """Logits s_BNTS of queries from x and keys from y, by the definition of the layer.
+
+    They have the scale, the cap and the position biases of the layer. In cross-attention, the Score
+    adds no biases of its own.
+    """
     score = layer.score
     spec = layer.spec
     if spec.qk_norm or spec.positions == 'rope':
-        # QK norm and rotary positions act on queries and keys, so A[n] is not enough.
+        # QK norm and rotary positions act on queries and keys, so the matrix A[n] is not enough.
         q_BTNH = score.queries(x_BTD)
         k_BSKH = score.keys(score.cached(y_BSD))
         if spec.qk_norm:
@@ -151,15 +165,18 @@ def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) ->
         rope_size = score.rope_size if spec.positions == 'rope' else 0
         s_BNTS = rotary_logits(q_BTNH, k_BSKH, scale=score.scale, rope_size=rope_size)
     elif score.bilinear:
+        # Logits are x A[n] y^T, with a matrix A[n] for each head.
         s_BNTS = oracle.logits(score.matrix(), x_BTD, y_BSD, scale=score.scale)
     else:
         s_BNTS = score.scale * score.reference_logits(np.asarray(x_BTD), np.asarray(y_BSD))
 
+    # What the layer does to the logits of any Score.
     s_BNTS = spec.score_scale * s_BNTS
     if spec.logit_cap is not None:
         s_BNTS = spec.logit_cap * np.tanh(s_BNTS / spec.logit_cap)
     _, N, T, S = s_BNTS.shape
     if spec.positions == 'alibi':
+        # ALiBi lowers the logits of distant keys, by a slope of each head.
         for n, t, s in np.ndindex(N, T, S):
             slope = 2 ** (-8 * (n + 1) / N)
             s_BNTS[:, n, t, s] -= slope * abs(t - s)
@@ -180,7 +197,10 @@ def expected_probabilities(
 
 
 def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> np.ndarray:
-    """The output of the layer by the slow reference; cross-attention to y_BSD if it is given."""
+    """The output of the layer by the slow reference, in float64 numpy.
+
+    Queries are from x. Keys and values are from x in self-attention, and from y_BSD if it is given.
+    """
     cross = y_BSD is not None
     if not cross:
         y_BSD = x_BTD
@@ -188,9 +208,12 @@ def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> 
 
     value = layer.value
     if not value.linear:
+        # The Value has a plain form of its own.
         x_BTD = np.asarray(x_BTD, np.float64)
         y_BSD = np.asarray(y_BSD, np.float64)
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
+
+    # Head n adds p[n] y B[n], with its matrix B[n]. An output bias may be added.
     b_o_D = getattr(value, 'b_o_D', None)
     if b_o_D is not None:
         b_o_D = np.asarray(b_o_D[...])
@@ -213,7 +236,11 @@ def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
 
 
 def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
-    """Compares self-attention to x and cross-attention to five other tokens with the oracle."""
+    """Compares the outputs of a layer with the slow reference in numpy, the oracle.
+
+    Self-attention is to x with the mask, cross-attention to five other tokens. The tolerance
+    follows from the type of x.
+    """
     dtype = x_BTD.dtype
     tolerance = {'float32': 1e-5, 'float64': 1e-12}[dtype.name]
     _, T, D = x_BTD.shape
@@ -248,7 +275,14 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
 
 
 def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **sizes: Any) -> float:
-    """The standard deviation of initial logits for unit-normal x and y, mean over seeds."""
+    """The standard deviation of initial logits for unit-normal x and y, mean over seeds.
+
+    Args:
+        score: The name of the Score.
+        value: The name of the Value beside it, which does not change the logits.
+        num_seeds: The number of seeds, each with its own parameters and inputs.
+        sizes: Fields of `AttentionSpec`, `d_model` among them.
+    """
     stds = []
     for seed in range(num_seeds):
         layer = make((score, value), seed=seed, moved=False, **sizes)
@@ -260,6 +294,8 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
         if layer.spec.qk_norm:
             q_BTNH = normed(q_BTNH, layer.g_q_H)
             k_BSKH = normed(k_BSKH, layer.g_k_H)
+
+        # Several query heads may share a key head.
         queries_per_key = q_BTNH.shape[2] // k_BSKH.shape[2]
         k_BSNH = np.repeat(k_BSKH, queries_per_key, axis=2)
         s_BNTS = circuit.scale * np.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH, optimize=True)

@@ -78,15 +78,18 @@ def test_cross_attention_sees_every_key_by_default(layer, window):
 
 
 def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
+    """The random numbers of flax's nnx.Rngs are a stream of keys, of which each layer takes one."""
     rngs = nnx.Rngs(0)
     first = Attention(SPEC, rngs=rngs)
     second = Attention(SPEC, rngs=rngs)
     by_key = Attention(SPEC, key=nnx.Rngs(0).params())
 
-    # `layer` comes from the first draw of Rngs(0), as do `first` and `by_key`.
+    # `layer` comes from the first key of Rngs(0), as do `first` and `by_key`.
     w_q_DNH = layer.score.w_q_DNH[...]
     np.testing.assert_array_equal(first.score.w_q_DNH[...], w_q_DNH)
     np.testing.assert_array_equal(by_key.score.w_q_DNH[...], w_q_DNH)
+
+    # `second` comes from the second key.
     assert not (second.score.w_q_DNH[...] == w_q_DNH).any()
 
 
@@ -132,13 +135,20 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(dropout, most_he
 
 @pytest.mark.slow
 def test_logits_in_common_have_the_gradients_of_a_query_for_each_head(monkeypatch):
+    """A shortcut for equal heads has the gradients of the general method.
+
+    All heads of the Score neither_full have the logits x x^T. So its shortcut computes them once,
+    with a single head of queries.
+    """
     compute_gradients = jax.grad(sum_of_squares, (0, 1))
     with jax.enable_x64(True):
         layer, x_BTD = wide((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
         got = compute_gradients(layer, x_BTD)
+
         # The general method has a query for each head.
         monkeypatch.setattr(NeitherFull, 'queries_and_keys', Score.queries_and_keys)
         want = compute_gradients(layer, x_BTD)
+
         got_leaves = jax.tree.leaves(got)
         want_leaves = jax.tree.leaves(want)
         for got_leaf, want_leaf in zip(got_leaves, want_leaves, strict=True):
@@ -152,10 +162,12 @@ SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'ne
 
 @pytest.mark.parametrize(('variant', 'options'), slow_except(SHARED[1:2], SHARED), ids=str)
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
-    """In the compiled gradient, only logits have an axis of S keys and an axis of N query heads.
+    """A key or value head that query heads share is never copied for each of them.
 
-    Logits are the arrays that also have an axis of T queries.
+    A copy would be an array with an axis of S keys and an axis of N query heads. In the compiled
+    gradient, only logits have both. They also have an axis of T queries.
     """
+    # S, N, T = 7 and the other sizes differ, so that a size tells the axis.
     S = 13
     N = 4
     layer = make(variant, head_size=5, **options)
@@ -169,6 +181,8 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
     # Shapes stand in the program as f32[2,4,7,13].
     texts = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
     shapes = [{int(size) for size in text.split(',')} for text in texts]
+
+    # The search finds logits, so it would find copies.
     assert any(S in shape and T in shape for shape in shapes)
     for shape in shapes:
         is_copied = S in shape and N in shape and T not in shape
@@ -204,7 +218,11 @@ MASKS = {
 
 
 def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
-    """Whether query t may attend to key s in row b, by the definition of each field."""
+    """Whether query t may attend to key s in row b, by the definition of each field of a mask.
+
+    The fields are limits, each of which may forbid it. Query t stands at position `first_query` + t
+    of the keys.
+    """
     position = t + int(mask.first_query or 0)
     if mask.causal and s > position:
         return False
@@ -222,11 +240,16 @@ def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
 
 @pytest.mark.parametrize('name', MASKS)
 def test_every_field_allows_what_it_says(name):
+    """A mask tells the pairs of 5 queries t and 7 keys s that may attend, in each of 2 rows b.
+
+    `dense` gives all pairs at once, `block` those of a part.
+    """
     mask = MASKS[name]
     want_BTS = np.zeros((2, Q, S), bool)
     for b, t, s in np.ndindex(2, Q, S):
         want_BTS[b, t, s] = allowed(mask, b, t, s)
 
+    # A mask that is the same in all rows may have a single row.
     got_BTS = np.asarray(mask.dense(Q, S))
     np.testing.assert_array_equal(np.broadcast_to(got_BTS, want_BTS.shape), want_BTS)
 
@@ -263,10 +286,12 @@ def test_a_mask_that_does_not_fit_is_refused(layer, fields, message):
 
 
 def test_a_query_attends_to_itself_where_it_may_to_no_other():
+    """A mask that hides each token from itself leaves it visible where nothing else is."""
     mask = Mask(causal=True, window=2, valid_BS=VALID[:, :Q])
     visible_BTS = np.asarray(mask.dense(Q, Q))
     hiding = dataclasses.replace(mask, hides_self=True)
     got_BTS = np.asarray(hiding.dense(Q, Q))
+
     for b, t in np.ndindex(2, Q):
         visible_S = visible_BTS[b, t]
         others_S = visible_S.copy()

@@ -62,16 +62,22 @@ def test_a_layer_equals_the_oracle_in_float64(variant):
 
 
 def test_logits_are_those_of_the_matrix(score):
-    """Logits are compared, since softmax would hide a number that is added to all keys."""
+    """Queries times keys are the logits that the matrix of a Score, or its plain form, gives.
+
+    Logits are compared, since softmax would hide a number that is added to all keys.
+    """
     with jax.enable_x64(True):
         layer = make((score, 'vo'), biases=True)
         layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
         circuit = layer.score
+
+        # Keys are made from what a cache holds. Several query heads may share a key head.
         q_BTNH = circuit.queries(x_BTD)
         k_BSKH = circuit.keys(circuit.cached(y_BSD))
         num_key_heads = k_BSKH.shape[2]
         k_BSNH = jnp.repeat(k_BSKH, N // num_key_heads, axis=2)
         got = circuit.scale * jnp.einsum('BTNH,BSNH->BNTS', q_BTNH, k_BSNH)
+
         want = layers.expected_logits(layer, x_BTD, y_BSD, cross=True)
         assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
 
@@ -106,23 +112,29 @@ def test_nanogpt_initialization_has_standard_deviation_0_02(variant):
 
 
 def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
+    """The residual gain scales the output of attention, by one initial matrix of the Value.
+
+    A variant is a Score, which gives logits, and a Value, which gives outputs.
+    """
     plain = initial(variant, init='nanogpt', residual_gain=1.0)
     quartered = initial(variant, init='nanogpt', residual_gain=0.25)
     gains_in_value = []
     for path, w in plain.items():
         if not is_random(w):
             continue
+        # Each random matrix is multiplied by one number as a whole.
         gain = (quartered[path] / w).flat[0]
         np.testing.assert_allclose(quartered[path], gain * w, rtol=1e-6, err_msg=path)
         if path.startswith('score.'):
             assert gain == 1, path
         if path.startswith('value.'):
-            # A matrix that is both W_V and W_O has the root of the gain.
+            # A matrix that is both W_V and W_O has the root of the gain, 0.5.
             assert gain in (1, 0.25, 0.5), path
             gains_in_value.append(gain)
 
     multiplied = [gain for gain in gains_in_value if gain < 1]
-    # `Hadamard` has the gain in its diagonal g_o_D, which is not random.
+    # A Value without random matrices has nothing to multiply. `Hadamard` has the gain in its
+    # diagonal g_o_D, which is not random.
     if gains_in_value and 'value.g_o_D' not in plain:
         assert len(multiplied) == 1
     else:
@@ -130,6 +142,10 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
 
 
 def test_every_parameter_has_a_finite_gradient(variant):
+    """Every parameter of a layer trains: its gradient is finite, and not 0.
+
+    Those of the Score `examples.frozen` are fixed, so their gradient is 0.
+    """
     _, _, (layer_gradients, _) = biased_layer_and_gradients(variant)
     for path, gradient in jax.tree_util.tree_leaves_with_path(layer_gradients):
         name = jax.tree_util.keystr(path)
@@ -144,8 +160,11 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 @pytest.mark.parametrize('num_kv_heads', slow_except([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
+    """With fewer key heads than the 4 query heads, a variant is right, or refuses to be built."""
     score, _ = registry.find_score(variant[0])
     value, _ = registry.find_value(variant[1])
+
+    # Neither the Score nor the Value has key heads, so their number must not be given.
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
             make(variant, num_kv_heads=num_kv_heads)
@@ -153,7 +172,8 @@ def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
 
     try:
         layer = make(variant, num_kv_heads=num_kv_heads, biases=True)
-    except SpecError as refusal:  # a pair that needs as many key heads as query heads
+    except SpecError as refusal:
+        # A pair that needs as many key heads as query heads says so in one line.
         message = str(refusal)
         assert 'num_kv_heads' in message
         assert '\n' not in message
@@ -162,15 +182,16 @@ def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
 
 
 def test_a_circuit_has_as_many_parameters_as_it_declares(variant):
+    """The Score and the Value of a layer declare formulas of how many parameters they have."""
     for num_kv_heads in (N, 2):
         try:
             layer = make(variant, num_kv_heads=num_kv_heads)
         except SpecError:
-            continue
+            continue  # the variant does not allow this number of key heads
         for circuit in (layer.score, layer.value):
             size_of_letter = layers.letters(circuit, layer.spec)
             counted = sum(leaf.size for leaf in jax.tree.leaves(circuit))
-            # `parameter_count` is a formula, such as 'D*N*H + D*K*H'.
+            # `parameter_count` is a formula, such as 'D*N*H + D*K*H', of the sizes of axes.
             declared = eval(circuit.parameter_count, size_of_letter)
             assert counted == declared, size_of_letter
 
@@ -186,12 +207,16 @@ def test_bfloat16_is_near_float32(some):
 
 
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
-    """Parameters placed by the letters of their names on a mesh of 8 devices."""
+    """Two trials whose parameters are stacked, and shared among devices, equal single ones.
+
+    The letters in the name of a parameter say how it is placed on the mesh of 8 devices.
+    """
     single_layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
 
     def stack_on_mesh(path, *leaves):
+        """The values of one parameter in both trials, as one array on the mesh."""
         stacked = np.stack(leaves)
         name = jax.tree_util.keystr(path, simple=True, separator='/').removesuffix('/value')
         spec = sharding.spec(name, stacked.shape, mesh)
@@ -209,10 +234,11 @@ def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     """A layer with rotary positions, or None if its variant refuses them.
 
     Three kinds of variants may refuse: a Score without a rotary form, `latent` without a size, and
-    classes from outside.
+    classes from outside the package and its examples. They say so in one line.
     """
     score, _ = variant
-    supports_rope = registry.find_score(score)[0].supports_rope
+    score_class, _ = registry.find_score(score)
+    supports_rope = score_class.supports_rope
     try:
         layer = make(variant, positions='rope', **options)
     except SpecError as refusal:
@@ -232,14 +258,17 @@ def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(variant)
 
 
 def assert_cached_decoding_is_exact(layer: Attention) -> None:
-    """Every step t of decoding gives row t of the output for the whole sequence, to 1e-5."""
+    """Every step t of decoding gives row t of the output for the whole sequence, to 1e-5.
+
+    Decoding reads one token at a step. What earlier tokens give is read from a cache.
+    """
     x_BTD = stream()
     want_BTD = np.asarray(layer(x_BTD, causal()))
 
     # The caches of all steps t by name, each with T + 1 slots for tokens. Slots that are not
     # written yet hold 1000, which must not be read.
     num_slots = T + 1
-    is_written_TS = np.tri(T, num_slots, dtype=bool)
+    is_written_TS = np.tri(T, num_slots, dtype=bool)  # at step t, slots 0 to t
     tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
     caches = {}
     for name, array in tokens.items():
@@ -250,9 +279,11 @@ def assert_cached_decoding_is_exact(layer: Attention) -> None:
         caches[name] = np.where(is_written, slots_BS, np.float32(1e3))
 
     def decode(t, x_BD, cache):
+        """The output for the token at position t."""
         mask = Mask(causal=True, first_query=t)
         return layer.attend_to(x_BD[:, None], cache, mask)[:, 0]
 
+    # All steps at once, since each has its own cache.
     got_TBD = jax.vmap(decode, (0, 1, 0))(jnp.arange(T), x_BTD, caches)
     got_BTD = np.moveaxis(got_TBD, 0, 1)
     assert np.abs(got_BTD - want_BTD).max() < 1e-5 * np.abs(want_BTD).max()

@@ -312,8 +312,8 @@ def test_dot_product_equals_the_einsums(mask, num_kv_heads):
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_heads):
     """Two trials, stacked by vmap, share one call of the library cuDNN, forward and backward.
 
-    The fixture `cudnn` lets JAX lower the program for a GPU that is not there, and its text is read.
-    Nothing beside the two calls computes attention: neither matrix products nor loops.
+    The fixture `cudnn` lets JAX lower the program for a GPU that is not there. Beside the two calls,
+    no matrix product and no loop computes attention.
     """
     arrays, _ = inputs((num_kv_heads, num_kv_heads, 64, 64, LONG), jnp.bfloat16, LONG)
     hopper = Target('gpu', None, 9.0)
