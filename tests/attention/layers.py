@@ -25,7 +25,7 @@ def _initialized(spec: AttentionSpec, seed: int, x64: bool) -> tuple[list[jax.Ar
 def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> Attention:
     """A small layer of a variant, as in make(('qk', 'vo'), biases=True).
 
-    By default it has 4 query heads and 4 key heads of 8 channels, in a stream of 32 channels.
+    By default it has 4 query heads, 4 key heads and 8 channels a head. The stream has 32 channels.
 
     Args:
         variant: The names of the Score, which gives logits, and of the Value, which gives outputs.
@@ -50,10 +50,10 @@ def wide(tree: Any) -> Any:
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The size of each axis letter, from the spec and the parameters of a Score or Value.
+    """The size of each axis letter in a circuit, which is a Score or a Value.
 
-    The last part of a parameter's name has a letter for each axis: w_q_DNH has the axes D, N, H. A
-    letter has one size in all parameters.
+    Sizes are from the spec and from parameters. The last part of a parameter's name has a letter
+    for each axis: w_q_DNH has the axes D, N, H. A letter has one size in all parameters.
     """
     sizes = spec.letters
     parameters = nnx.to_pure_dict(nnx.state(circuit))
@@ -90,9 +90,9 @@ def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
 
 
 def relative_bias(score: Any, T: int, S: int) -> np.ndarray | float:
-    """What a Score adds to the logit of query t and key s by their distance t - s: b_NTS.
+    """The biases b_NTS that a Score adds to logits, or 0 if it adds none.
 
-    It is 0 if the Score adds nothing.
+    A bias depends on the distance t - s of query t and key s.
     """
     distances_1R = jnp.arange(1 - S, T)[None]  # all t - s, in ascending order
     b_N1R = score.relative_bias(distances_1R)

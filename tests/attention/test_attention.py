@@ -78,7 +78,7 @@ def test_cross_attention_sees_every_key_by_default(layer, window):
 
 
 def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
-    """The random numbers of flax's nnx.Rngs are a stream of keys, of which each layer takes one."""
+    """A layer takes the next key from the nnx.Rngs of flax, or it is given a key."""
     rngs = nnx.Rngs(0)
     first = Attention(SPEC, rngs=rngs)
     second = Attention(SPEC, rngs=rngs)
@@ -164,8 +164,8 @@ SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'ne
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
     """A key or value head that query heads share is never copied for each of them.
 
-    A copy would be an array with an axis of S keys and an axis of N query heads. In the compiled
-    gradient, only logits have both. They also have an axis of T queries.
+    A copy would have an axis of S keys and one of N query heads. In the compiled gradient, only
+    logits have both. They also have an axis of T queries.
     """
     # S, N, T = 7 and the other sizes differ, so that a size tells the axis.
     S = 13
@@ -218,10 +218,10 @@ MASKS = {
 
 
 def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
-    """Whether query t may attend to key s in row b, by the definition of each field of a mask.
+    """Whether query t may attend to key s in row b of a mask.
 
-    The fields are limits, each of which may forbid it. Query t stands at position `first_query` + t
-    of the keys.
+    Each field of the mask is a limit, which may forbid it. Query t stands at position
+    `first_query` + t of the keys.
     """
     position = t + int(mask.first_query or 0)
     if mask.causal and s > position:
@@ -240,9 +240,9 @@ def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
 
 @pytest.mark.parametrize('name', MASKS)
 def test_every_field_allows_what_it_says(name):
-    """A mask tells the pairs of 5 queries t and 7 keys s that may attend, in each of 2 rows b.
+    """A mask tells which query t may attend to which key s, in each row b.
 
-    `dense` gives all pairs at once, `block` those of a part.
+    `dense` gives all pairs of 5 queries and 7 keys, `block` those of a part.
     """
     mask = MASKS[name]
     want_BTS = np.zeros((2, Q, S), bool)

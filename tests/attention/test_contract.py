@@ -62,9 +62,10 @@ def test_a_layer_equals_the_oracle_in_float64(variant):
 
 
 def test_logits_are_those_of_the_matrix(score):
-    """Queries times keys are the logits that the matrix of a Score, or its plain form, gives.
+    """Queries times keys are the logits by the definition of a Score.
 
-    Logits are compared, since softmax would hide a number that is added to all keys.
+    A Score is defined by a matrix, or by a plain form of its logits. Logits are compared, since
+    softmax would hide a number that is added to all keys.
     """
     with jax.enable_x64(True):
         layer = make((score, 'vo'), biases=True)
@@ -144,7 +145,7 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
 def test_every_parameter_has_a_finite_gradient(variant):
     """Every parameter of a layer trains: its gradient is finite, and not 0.
 
-    Those of the Score `examples.frozen` are fixed, so their gradient is 0.
+    Matrices that are named `frozen` are fixed, so their gradient is 0.
     """
     _, _, (layer_gradients, _) = biased_layer_and_gradients(variant)
     for path, gradient in jax.tree_util.tree_leaves_with_path(layer_gradients):
@@ -160,7 +161,10 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 @pytest.mark.parametrize('num_kv_heads', slow_except([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
-    """With fewer key heads than the 4 query heads, a variant is right, or refuses to be built."""
+    """With fewer key heads than query heads, a variant is right or refuses to be built.
+
+    There are 4 query heads. "Right" means the outputs of the slow reference.
+    """
     score, _ = registry.find_score(variant[0])
     value, _ = registry.find_value(variant[1])
 
@@ -209,7 +213,7 @@ def test_bfloat16_is_near_float32(some):
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
     """Two trials whose parameters are stacked, and shared among devices, equal single ones.
 
-    The letters in the name of a parameter say how it is placed on the mesh of 8 devices.
+    The mesh has 8 devices. The letters in the name of a parameter say how it is placed.
     """
     single_layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()
@@ -233,8 +237,8 @@ def test_stacked_trials_on_a_mesh_equal_single_ones(some):
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     """A layer with rotary positions, or None if its variant refuses them.
 
-    Three kinds of variants may refuse: a Score without a rotary form, `latent` without a size, and
-    classes from outside the package and its examples. They say so in one line.
+    Three kinds of variants may refuse, in one line. They are Scores without a rotary form, `latent`
+    without a size, and classes of neither the package nor examples/.
     """
     score, _ = variant
     score_class, _ = registry.find_score(score)

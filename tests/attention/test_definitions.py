@@ -124,7 +124,11 @@ CASES = [
 
 
 def test_matrices_are_those_of_the_definition():
-    """A[n] = W_Q[n] W_K[n]^T and B[n] = W_V[n] W_O[n], with the four matrices of the tables."""
+    """Each variant has the matrices A[n] of logits and B[n] of outputs that its paper defines.
+
+    A[n] = W_Q[n] W_K[n]^T and B[n] = W_V[n] W_O[n] for each head n. A variant is a Score with A[n]
+    and a Value with B[n]. The tables SCORES and VALUES give the four matrices from parameters.
+    """
     for score, value, num_kv_heads in CASES:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)
         A_NDE, B_NDE = layer.matrix()
@@ -136,6 +140,7 @@ def test_matrices_are_those_of_the_definition():
         expected_A_NDE = np.einsum('DNH,ENH->NDE', w_q_DNH, w_k_DNH)
         assert error(A_NDE, expected_A_NDE) < 1e-5, score
 
+        # A Value may use parameters of the Score, as in k_is_v.
         w_v_DKH, w_o_NHD = VALUES[value](score_parameters, value_parameters)
         w_v_DNH = for_every_query_head(w_v_DKH)
         expected_B_NDE = np.einsum('DNH,NHE->NDE', w_v_DNH, w_o_NHD)

@@ -175,10 +175,9 @@ def test_blockwise_attention_equals_the_einsums(case, dtype, tolerance):
 
 
 def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
-    """Trials that train at once are stacked by vmap, and each has its own scale of logits.
+    """Attention in blocks has the gradients of plain einsums where the scale is traced.
 
-    The scale is then traced, not a number. Attention in blocks has the gradients of the plain
-    einsums for this, too.
+    Trials that train at once are stacked by vmap. Each has its own scale of logits.
     """
     _, sizes = CASES['causal']
     (q_BTNH, k_BSKH, v_BSKH, _), w_BTNH = inputs(sizes)
@@ -226,7 +225,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     by_gradient = (dv_BSKH * v_BSKH).sum()
     assert abs(float(by_gradient - weighted_output(q_BTNH, v_BSKH))) < 1e-3
 
-    # The gradient by q, times a small step, is half the difference between both sides of q.
+    # A small step on both sides of q changes the output by twice gradient times step.
     _, dq_BTNH, *_ = with_gradients(in_blocks, arrays, w_BTNH, **options)
     step_BTNH = 1e-2 * q_BTNH
     above = weighted_output(q_BTNH + step_BTNH, v_BSKH)
@@ -237,7 +236,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
 def test_memory_of_blockwise_attention_is_linear_in_the_context():
     """A context of twice the length takes twice the memory in blocks.
 
-    With einsums it takes four times as much, since they hold the logits of all pairs of tokens.
+    Einsums hold the logits of all pairs of tokens, so their memory grows by four.
     """
 
     def temporary_bytes(kernel, length):
@@ -269,10 +268,10 @@ def test_blocks_beyond_the_mask_are_not_computed():
 
     assert num_blocks(Mask()) == 8 * 8
 
-    # Causal: row i of blocks has i blocks up to the diagonal, so 1 + 2 + ... + 8.
+    # Causal: row i of 8 has i blocks up to the diagonal, and 1 + 2 + ... + 8 = 36.
     assert num_blocks(Mask(causal=True)) == 36
 
-    # A window of 9 tokens, so up to 8 back, reaches into the block beside that on the diagonal.
+    # A window of 9 reaches 8 tokens back, into the block beside that on the diagonal.
     on_diagonal = 8
     on_one_side = 7
     assert num_blocks(Mask(causal=True, window=9)) == on_diagonal + on_one_side
@@ -312,7 +311,7 @@ def test_dot_product_equals_the_einsums(mask, num_kv_heads):
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_heads):
     """Two trials, stacked by vmap, share one call of the library cuDNN, forward and backward.
 
-    The fixture `cudnn` lets JAX lower the program for a GPU that is not there. Beside the two calls,
+    The fixture `cudnn` lets JAX lower the program for a GPU that is not there. Beside these calls,
     no matrix product and no loop computes attention.
     """
     arrays, _ = inputs((num_kv_heads, num_kv_heads, 64, 64, LONG), jnp.bfloat16, LONG)
@@ -373,8 +372,8 @@ def test_splash_attention_lowers_for_a_tpu(case):
 def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
     """Splash attention is the kernel of TPUs, which is interpreted here on CPUs.
 
-    Two trials are stacked on a mesh of 2 x 2 x 2 devices: trials, rows and heads are shared out.
-    Each device computes its part without the arrays of the others.
+    Two trials are stacked on a mesh of 2 x 2 x 2 devices, which share trials, rows and heads. Each
+    device computes its part without the arrays of the others.
     """
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)

@@ -33,10 +33,15 @@ def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(name):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_probabilities_are_those_of_the_slow_form(name):
-    """Rows have ties, logits of very different sizes, one visible key, or probabilities of 0."""
+    """A normalizer, such as softmax, turns the logits of a query into probabilities.
+
+    They are those of its plain form in numpy, which sees the visible keys alone.
+    """
+    # Rows of four keys: ties, a hidden key, logits of very different sizes, one visible key.
     s_TS = np.array([[0, 0, 0, 0], [3, -2, 0.5, 3], [1e3, -1e3, 0, 999.7], [-1e4, -9e3, 7, 2]])
     mask_TS = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]], bool)
     normalizer = registry.find_normalizer(name)
+    # `simplex` says that probabilities sum to 1.
     assert normalizer.simplex == (name in SIMPLEX)
 
     with jax.enable_x64(True):
@@ -44,6 +49,7 @@ def test_probabilities_are_those_of_the_slow_form(name):
         masked_s_TS = jnp.where(mask_TS, s_TS, hidden_logit)
         p_TS = np.asarray(normalizer(masked_s_TS, jnp.asarray(mask_TS)))
 
+    # Hidden keys have no probability, and visible ones that of the plain form.
     assert np.all(p_TS[~mask_TS] == 0)
     for p_S, s_S, mask_S in zip(p_TS, s_TS, mask_TS, strict=True):
         want_S = normalizer.reference(s_S[mask_S])
@@ -65,7 +71,11 @@ def test_gradients_are_those_of_finite_differences(name):
 @pytest.mark.parametrize('name', ['entmax15', 'sparsemax'])
 @pytest.mark.parametrize('S', slow_except([384], [384, 1024]))
 def test_one_key_far_above_many_has_all_probability(name, S):
-    """All probabilities are then constant, so the gradient is zero."""
+    """Entmax and sparsemax give exactly 0 to keys whose logits are far below the largest.
+
+    Where one key has all probability, small changes of logits change nothing. So the gradient is
+    zero.
+    """
     normalizer = registry.find_normalizer(name)
     mask_S = jnp.ones(S, bool)
     largest = S // 2
@@ -80,7 +90,7 @@ def test_one_key_far_above_many_has_all_probability(name, S):
 
 @pytest.mark.parametrize('name', slow_except(QUICK, NAMES))
 def test_a_query_without_visible_keys_is_finite(name):
-    """Its output is finite, and so are the gradients."""
+    """A query that sees no key gives no NaN, neither in the output nor in gradients."""
     x_BTNH = 1 + stream().reshape(2, 7, 4, 8)
     blind_query = 2
     mask_BTS = causal().at[:, blind_query].set(False)
@@ -93,6 +103,8 @@ def test_a_query_without_visible_keys_is_finite(name):
     gradients, o_BTNH = jax.grad(loss, (0, 1, 2), has_aux=True)(x_BTNH, x_BTNH, x_BTNH)
     for gradient in gradients:
         assert np.isfinite(gradient).all()
-    # Probabilities that sum to 1 are equal, which gives the mean of the values.
+
+    # Probabilities that must sum to 1 are equal, so the output is the mean of the values. Others
+    # are 0, and so is the output.
     want_BNH = x_BTNH.mean(1) if name in SIMPLEX else jnp.zeros((2, 4, 8))
     np.testing.assert_allclose(o_BTNH[:, blind_query], want_BNH, atol=1e-6)

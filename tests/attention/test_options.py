@@ -72,11 +72,12 @@ def test_an_option_keeps_the_contract(variant):
 
 @pytest.mark.parametrize('variant', mostly_slow([(pair,) for pair in ROTARY], every=4))
 def test_rotated_keys_keep_the_contract(variant):
+    """With rotary positions ('rope'), a variant equals the slow reference, in decoding as well."""
     layer = make(variant, positions='rope', biases=True)
     layers.assert_equals_oracle(layer, stream(), causal())
     contract.assert_cached_decoding_is_exact(layer)
 
-    # Positions distinguish the order of the tokens that the last token sees.
+    # The last token sees the same tokens in both orders, but at other distances.
     x_BTD = stream()
     others_reversed_BTD = jnp.concatenate([x_BTD[:, -2::-1], x_BTD[:, -1:]], axis=1)
     last_BD = layer(x_BTD, causal())[:, -1]
@@ -91,11 +92,18 @@ def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
 
 
 def test_another_standard_deviation_has_to_be_declared(monkeypatch):
-    """Cosines of docs/extend.md deviate by 10 / sqrt(8) = 3.5, which the class must declare."""
+    """A Score declares the standard deviation of its initial logits, which the contract checks.
+
+    The Score `Cosine` of docs/extend.md has and declares 10 / sqrt(8) = 3.5. A copy that declares 1
+    is refused.
+    """
+    # Importing `examples` makes the classes of the page importable.
     assert 'cosine' in examples.SOURCES
     cosine = sys.modules['cosine']
 
     class Undeclared(cosine.Cosine):
+        """`Cosine` with the declaration that other Scores have by default."""
+
         def __init__(self, spec, *, key):
             super().__init__(spec, key=key)
             self.initial_logit_std = 1.0
@@ -212,10 +220,13 @@ def test_a_head_of_all_channels_has_fixed_rows_only():
 def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
     score, positions, num_heads, monkeypatch
 ):
-    """W_K and W_V are absorbed into queries and outputs where that takes fewer products.
+    """Latent attention caches a small latent, from which the keys and values of all heads follow.
 
-    For one query of seven keys this is always so. For all queries it is so with latents of 6
-    channels, fewer than the 8 of a head, but not with 24.
+    Either they are written out for each head. Or W_K and W_V are absorbed into queries and outputs,
+    and the latent is a single key and value head. The form with fewer products is taken.
+
+    For one query of seven keys, absorbing always takes fewer. For all queries it does so with
+    latents of 6 channels, fewer than the 8 of a head, but not with 24.
     """
     with jax.enable_x64(True):
         layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
@@ -226,6 +237,7 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
             written_out_BTD = layer(x_BTD)
 
         def assert_same_attention(queries_BTD, mask, num_heads):
+            """Compares the last outputs, and the number of key and value heads that are used."""
             num_queries = queries_BTD.shape[1]
             _, k_BSKH = layer.score.queries_and_keys(queries_BTD, cache)
             v_BSKH, _ = layer.value.values_and_output(cache, layer.score, num_queries)
@@ -234,10 +246,12 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
             got_BTD = layer.attend_to(queries_BTD, cache, mask)
             assert error(got_BTD, written_out_BTD[:, -num_queries:]) < 1e-12
 
+        # All queries at once, then the last one alone.
         last = Mask(causal=True, first_query=jnp.int32(T - 1))
         assert_same_attention(x_BTD, Mask(causal=True), num_heads)
         assert_same_attention(x_BTD[:, -1:], last, num_heads=1)
 
+        # The cache has the latent of a token, and its key in any rotated channels.
         cached_floats = sum(array.shape[-1] for array in cache.values())
         latent_size = layer.score.w_down_DR.shape[1]
         rope_size = layer.score.rope_size or 0
@@ -255,18 +269,24 @@ def test_keys_of_latents_with_biases_are_written_out(score, positions):
 
 
 def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
-    """For heads that each attend to one unit-normal y, independent of those of other heads."""
+    """The initial output of attention has the standard deviation `residual_gain`.
+
+    Here each head attends to one unit-normal y, independent of those of other heads.
+    """
     d_model = 64
     gain = 0.25
     sizes = {'d_model': d_model, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 16}
     for variant in VARIANTS_WITH_OUTPUTS:
         layer = make(variant, moved=False, residual_gain=gain, **sizes)
+        # The output is the sum of y B[n] over heads n.
         B_NDE = layer.value.matrix(layer.score)
         # The variance of an output feature is the sum of squares of its weights.
         mean_variance = jnp.square(B_NDE).sum() / d_model
         std = float(jnp.sqrt(mean_variance))
+
         expected = gain
         if 'subspace' in variant:
-            # subspace has no matrix of its own: the size of its output is what W_K gives.
+            # The matrix of `subspace` is W_K W_K^T times the gain. The mean of its diagonal adds
+            # H / D to the variance, with H = 16 channels of a head and D = 64 of the stream.
             expected = gain * (1 + 16 / 64) ** 0.5
         assert std == pytest.approx(expected, rel=0.1), variant

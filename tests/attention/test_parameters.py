@@ -41,17 +41,21 @@ def test_entries_are_standard_normal():
 
 
 def test_entries_are_independent():
+    """Initial values that must not depend on each other are uncorrelated.
+
+    A product of two independent standard normal values has mean 0 and standard deviation 1.
+    """
     w = draw((64, 64, 16))
     pairs = [
         (w, np.roll(w, 1, axis=0)),  # neighbours along each axis
         (w, np.roll(w, 1, axis=1)),
         (w, np.roll(w, 1, axis=2)),
-        (w, draw(w.shape, name='v')),
-        (w, draw(w.shape, key=jax.random.key(1))),
+        (w, draw(w.shape, name='v')),  # another parameter
+        (w, draw(w.shape, key=jax.random.key(1))),  # another seed
         (w[:32, 32:], w[32:, :32].swapaxes(0, 1)),  # two corners of one array
     ]
     for first, second in pairs:
-        standard_error = first.size**-0.5
+        standard_error = first.size**-0.5  # of the mean product
         assert abs((first * second).mean()) < 5 * standard_error
 
 
@@ -66,6 +70,10 @@ def parameter_name(path):
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
+    """Each of four settings multiplies the initial values of a group of matrices.
+
+    The groups are embeddings, W_Q and W_K, W_V and W_O, and the MLP. Biases and gains are in none.
+    """
     before = initial_parameters(kind=kind)
     names = {parameter_name(path) for path in before}
     matrices = {name for name in names if name.startswith('w_')}
@@ -80,7 +88,11 @@ def test_a_factor_scales_the_matrices_of_its_group(kind):
 
 
 def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
-    num_branches = 2 * SIZES['num_layers']
+    """As in nanoGPT, matrices have the standard deviation 0.02, gains are 1 and biases are 0.
+
+    The last matrix of each residual branch is divided by the root of the number of branches.
+    """
+    num_branches = 2 * SIZES['num_layers']  # attention and MLP of each layer
     for path, w in initial_parameters(init='nanogpt').items():
         name = parameter_name(path)
         if name.startswith('w_'):
@@ -88,7 +100,8 @@ def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
             if name in ('w_o_NHD', 'w_out_FD'):
                 std = 0.02 / num_branches**0.5
             mean_square = ((w / std) ** 2).mean()
-            assert abs(mean_square - 1) < 5 * (2 / w.size) ** 0.5, path
+            standard_error = (2 / w.size) ** 0.5  # of the mean square of normal values
+            assert abs(mean_square - 1) < 5 * standard_error, path
         elif name.startswith('g_'):
             assert np.all(w == 1), path
         else:
@@ -113,21 +126,32 @@ def test_a_gauge_fixed_product_is_initially_that_of_its_factors(num_kv_heads):
 
 
 def test_merged_matrices_are_initially_products_of_the_standard_factors():
-    """Under the same seed they are the same function, of rank H in each head."""
+    """`merged` has one matrix in place of W_Q W_K^T, and `merged_vo` one in place of W_V W_O.
+
+    With init="product", they start as the products of the standard factors under the same seed. So
+    they are the same function, of rank H in each head.
+    """
     standard = make(('qk', 'vo'), moved=False)
     merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
 
+    # Logits are scale * x A[n] y^T, and the scales of the two Scores differ.
     A_NDE, B_NDE = standard.matrix()
     want_logits_NDE = np.asarray(standard.score.scale * A_NDE)
     logits_NDE = merged.score.scale * merged.score.matrix()
     np.testing.assert_allclose(logits_NDE, want_logits_NDE, atol=1e-6)
     assert error(merged.value.matrix(None), B_NDE) < 1e-6
+
+    # Factors of H channels have products of rank H, in each of N heads.
     for matrix_NDE in merged.matrix():
         ranks_N = np.linalg.matrix_rank(matrix_NDE, tol=1e-5)
         np.testing.assert_array_equal(ranks_N, [H] * N)
 
 
 def test_variants_start_from_the_same_shared_tensors():
+    """Variants of attention start from the same values in the tensors that they have in common.
+
+    `query_free` has no W_Q, and `double(which="q")` has another W_Q.
+    """
     standard = make(('qk', 'vo'), moved=False)
     query_free = make(('query_free', 'vo'), moved=False)
     double = make(('double(which="q")', 'vo'), moved=False)

@@ -143,11 +143,16 @@ def test_an_odd_head_size_is_allowed_where_rotated_channels_are_even(score):
 
 
 def wrong_values(class_name: str, option: str) -> list:
-    """Values that an option of a Score or Value must refuse."""
+    """Values that an option of a Score or Value must refuse.
+
+    Every option refuses the text 'wrong'. Ranks and sizes are whole numbers, of at least 1 or, in
+    `SymmetricSkew`, of at least 0. They are limited by a size of the layer.
+    """
     wrong = ['wrong']
     if option.endswith(('rank', 'size')):
         too_small = -1 if 'SymmetricSkew' in class_name else 0
-        wrong += [too_small, 2.5, True, 2**17 + 1]
+        too_large = 2**17 + 1
+        wrong += [too_small, 2.5, True, too_large]
     if option in ('rows', 'columns'):
         # A tuple of 8 whole numbers for each of 4 heads would be right.
         right = tuple(range(8))
@@ -162,10 +167,16 @@ def wrong_values(class_name: str, option: str) -> list:
     ids=['score', 'value'],
 )
 def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
+    """Each option of each Score or Value, registered or of examples/, refuses wrong values.
+
+    A Score gives the logits of attention, and a Value its outputs. Options are written as arguments
+    of their name, as in low_rank(rank=3).
+    """
     classes = dict(registered)
     for score, value in examples.FOLDER_VARIANTS:
         name = score if kind == 'score' else value
-        if ':' in name:
+        is_from_folder = ':' in name  # an import path, as in examples.frozen:Frozen
+        if is_from_folder:
             classes[name], _ = find(name)
 
     num_options = 0
@@ -173,9 +184,12 @@ def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
         for option in options_of(cls):
             num_options += 1
             for wrong in wrong_values(name, option):
+                # The refusal begins with the text of the option.
                 text = f'{name}({option}={wrong!r})'
                 with refused(f'^{re.escape(text)} must ', SpecError):
                     registry.check(AttentionSpec(**{**SIZES, kind: text}))
+
+    # The search has found options.
     assert num_options >= 5
 
 
@@ -229,6 +243,11 @@ def test_the_page_on_extending_lists_every_variant_of_the_folder():
 
 
 def test_every_class_of_the_folder_is_held_to_the_contract():
+    """Every Score and Value in a file of examples/ is in FOLDER_VARIANTS.
+
+    The contract tests run on these variants.
+    """
+    # The classes that the files define themselves, by import path.
     defined = set()
     for path in (ROOT / 'examples').glob('*.py'):
         module = importlib.import_module(f'examples.{path.stem}')
@@ -237,6 +256,7 @@ def test_every_class_of_the_folder_is_held_to_the_contract():
             if is_circuit and member.__module__ == module.__name__:
                 defined.add(f'examples.{path.stem}:{name}')
 
+    # Beside a class of the folder, a variant has one that is registered, without a colon.
     held = set()
     for score, value in examples.FOLDER_VARIANTS:
         held |= {score, value}

@@ -29,10 +29,22 @@ def with_noise(model):
 
 
 def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_BS=None):
-    """Logits_BTV of tokens whose segments number the sequences of a row; 0 is padding."""
+    """The logits of a model of any kind, in float64: logits_BTV.
+
+    A row may hold several sequences, which do not see each other.
+
+    Args:
+        model: A Decoder, Encoder or EncoderDecoder.
+        tokens_BT: The tokens, at which logits are computed.
+        segments_BT: The number of the sequence of each token, 0 for padding. By default, each row
+            is one sequence.
+        source_BS: The tokens of the encoder, for an EncoderDecoder.
+        source_segments_BS: The numbers of their sequences. A token reads those of its own number.
+    """
     if segments_BT is None:
         segments_BT = np.ones_like(tokens_BT)
 
+    # The output of the encoder, to which the decoder attends.
     y_BSD = cross_mask_BTS = None
     if source_BS is not None:
         table_VD = model.w_embedding_VD if model.config.shared_embeddings else None
@@ -41,6 +53,7 @@ def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_
         y_BSD = _run(model.encoder, x_BSD, source_mask_BSS)
         cross_mask_BTS = _same_segment(segments_BT, source_segments_BS)
 
+    # A decoder sees no later tokens.
     mask_BTT = _same_segment(segments_BT, segments_BT)
     if model.config.kind != 'encoder':
         is_causal_TT = np.tri(tokens_BT.shape[1], dtype=bool)
@@ -62,7 +75,12 @@ def _same_segment(segments_BT, segments_BS) -> np.ndarray:
 
 
 def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
-    """The output of the blocks and the final norm, with cross-attention to y_BSD if given."""
+    """The output of all blocks, one after another, with cross-attention to y_BSD if given.
+
+    A block has the branches attention, cross-attention and MLP. Each branch is added to the stream
+    x. With norm_position='pre', the input of each branch is normed, and the end of the stream. Else
+    the stream is normed after each branch.
+    """
     config = stream.config
     is_pre_norm = config.norm_position == 'pre'
 
@@ -97,15 +115,19 @@ def _mlp(activation, mlp, z_BTD) -> np.ndarray:
 
 
 def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
-    """Embeddings of tokens and of their positions in their segments."""
+    """The stream x_BTD before the first block: embeddings of tokens and of their positions.
+
+    Positions count from 0 in each segment. With `table_VD`, it takes the place of the stream's own
+    embeddings.
+    """
     config = stream.config
     D = config.d_model
     table_VD = _array(stream.w_embedding_VD if table_VD is None else table_VD)
     x_BTD = np.zeros((*tokens_BT.shape, D))
     for b, t in np.ndindex(*tokens_BT.shape):
         x_BTD[b, t] = table_VD[tokens_BT[b, t]]
-        earlier_in_segment = segments_BT[b, :t] == segments_BT[b, t]
-        position = earlier_in_segment.sum()
+        is_earlier_in_segment = segments_BT[b, :t] == segments_BT[b, t]
+        position = is_earlier_in_segment.sum()
         if config.positions == 'learned':
             x_BTD[b, t] += _array(stream.w_position_TD)[position]
         elif config.positions == 'sinusoidal':
@@ -116,11 +138,15 @@ def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
 
 
 def _sinusoids(config, position) -> np.ndarray:
-    """Sines in the first half of the channels, cosines in the second, as large as embeddings."""
+    """The sinusoidal embedding of a position, in D channels (Vaswani et al. 2017).
+
+    Sines are in the first half of the channels, cosines in the second. They are as large as the
+    embeddings of tokens, whose standard deviation is `std` times `init_embedding`.
+    """
     D = config.d_model
     half = (D + 1) // 2
     std = 0.02 if config.init == 'nanogpt' else D**-0.5
-    amplitude = 2**0.5 * std * config.init_embedding
+    amplitude = 2**0.5 * std * config.init_embedding  # sin and cos have the mean square 1/2
     sinusoid_D = np.zeros(D)
     for d in range(D):
         angle = position / 10_000 ** (d % half / half)

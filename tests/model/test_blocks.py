@@ -120,13 +120,20 @@ CONFIG = ModelConfig(
 
 @pytest.mark.slow
 def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
-    """The pattern of three variants is repeated from layer 3 on."""
+    """A pattern gives the layers of a model several variants of attention in turn.
+
+    Each layer starts from the values that it would have if all layers had its variant.
+    """
+    # Five layers: the pattern of three variants, then its first two again.
     layers = build(CONFIG, key=jax.random.key(0)).layers()
     first, second, third = VARIANTS
     variants_of_layers = [str(layer.spec.variant) for layer in layers]
     assert variants_of_layers == [first, second, third, first, second]
+
+    # A Value knows the index of its layer.
     assert layers[2].value.layer == 2
 
+    # The first variant has the layers 0 and 3, the second one 1 and 4.
     for index, variant in ((0, first), (1, second)):
         config = dataclasses.replace(CONFIG, pattern=None, **parse_variant(variant))
         uniform_layers = build(config, key=jax.random.key(0)).layers()

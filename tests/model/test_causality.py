@@ -20,6 +20,10 @@ QUICK = [('qk', 'vo'), ('latent', 'latent')]
 
 @pytest.mark.parametrize(('score', 'value'), slow_except(QUICK, [*REGISTERED, *examples.VARIANTS]))
 def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
+    """The loss at position t depends on every token up to t, and on none after it.
+
+    `score` and `value` name the two halves of the attention: how it gives logits, and outputs.
+    """
     config = ModelConfig(
         score=score,
         value=value,
@@ -36,6 +40,7 @@ def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
     tokens_BT = jnp.arange(T)[None]
 
     def embedding_gradient(loss_weights_T):
+        """The gradient of the weighted losses by the embedding of each token."""
         batch = {
             'tokens_BT': tokens_BT,
             'targets_BT': jnp.roll(tokens_BT, -1),
@@ -46,6 +51,8 @@ def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
     with jax.disable_jit():  # operations recur between variants, whole programs do not
         # Row t of the identity selects the loss at position t.
         gradient_TSD = jax.vmap(embedding_gradient)(jnp.eye(T))
+
+    # The loss at position t depends on token s where any channel has a gradient.
     depends_TS = np.abs(gradient_TSD).max(-1) > 0
-    is_causal_TS = np.tri(T, dtype=bool)
+    is_causal_TS = np.tri(T, dtype=bool)  # s <= t
     np.testing.assert_array_equal(depends_TS, is_causal_TS)

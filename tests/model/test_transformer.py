@@ -87,13 +87,17 @@ QUICK = [CASES[0], CASES[4], CASES[18], CASES[-1]]
 
 @pytest.mark.parametrize(('kind', 'fields'), slow_except(QUICK, CASES), ids=str)
 def test_logits_are_those_of_the_slow_reference(kind, fields):
+    """The logits of a model are those of a plain numpy transformer with the same parameters.
+
+    They are compared at all tokens but padding.
+    """
     if kind == 'encoder_decoder':
-        # Pairs are packed, several in a row.
+        # Pairs of source and target are packed, several in a row. Segments number the pairs.
         fields = BOTH | fields
         inputs = packed_row()
         reference_inputs = packed_row()
     else:
-        # Texts are one in each row, with padding behind.
+        # Texts are one in each row: of 7 tokens, and of 4 with padding behind.
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         reference_inputs = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
@@ -102,18 +106,22 @@ def test_logits_are_those_of_the_slow_reference(kind, fields):
 
     got_BTV = logits_of(model, **inputs)
     want_BTV = slow.forward(model, **reference_inputs)
-    is_token_BT = reference_inputs['segments_BT'] > 0
+    is_token_BT = reference_inputs['segments_BT'] > 0  # 0 is padding
     atol = 2e-5 * np.abs(want_BTV).max()
     np.testing.assert_allclose(got_BTV[is_token_BT], want_BTV[is_token_BT], atol=atol)
 
-    # The logits vary; constants would agree in any model.
+    # The logits vary. Constants would agree in any model.
     assert np.std(want_BTV[is_token_BT]) > 0.1
+
+    # A last norm is only in models that norm the input of each branch ('pre').
     assert model.final_norm is None or model.config.norm_position == 'pre'
 
 
 @pytest.mark.parametrize('kind', ['encoder', 'decoder'])
 def test_padding_is_never_read_wherever_it_stands(kind):
+    """Logits at tokens do not depend on padding, before the tokens or behind them."""
     model = make_model(kind=kind)
+    # Padding is at the end of the first row, and at the start of the second.
     valid_BT = np.ones((2, 7), bool)
     valid_BT[0, 5:] = False
     valid_BT[1, :2] = False
@@ -142,6 +150,10 @@ QUICK_KERNELS = [('einsum', 'learned'), ('blockwise', 'rope')]
 
 @pytest.mark.parametrize(('kernel', 'positions'), slow_except(QUICK_KERNELS, KERNELS_AND_POSITIONS))
 def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
+    """A row may hold several documents, which segments number. None of them reads another.
+
+    Positions begin again in each document. So its logits are those of the document alone.
+    """
     model = make_model(kernel=kernel, positions=positions, window=4)
     segments_BT = np.array([[1, 1, 1, 1, 1, 2, 2], [2, 3, 3, 3, 4, 4, 4]])
     got = logits_of(model, TOKENS, segments_BT=segments_BT)
@@ -237,9 +249,12 @@ def test_dropout_acts_on_embeddings():
 
 
 def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
+    """Dropout, which a key switches on, changes the encoder's output and the decoder's logits."""
     model = make_model(**BOTH, dropout=0.5, num_layers=1)
     batch = packed_row()
     key = jax.random.key(0)
+
+    # The whole model: logits with dropout differ from those without, and by the key.
     plain = logits_of(model, **batch)
     first = logits_of(model, **batch, dropout_key=key)
     second = logits_of(model, **batch, dropout_key=jax.random.key(1))
@@ -253,7 +268,11 @@ def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
 
 
 def test_no_two_parts_have_correlated_initial_values():
-    """Parameters of equal shape would be equal if they were drawn from one key."""
+    """Each part of a model draws its initial values from a random key of its own.
+
+    Parameters of equal shape would be equal if they were drawn from one key.
+    """
+    # An encoder and a decoder of two layers each, whose parameters have equal shapes.
     fields = {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12}
     decoder = make_model(**{**BOTH, **fields})
     encoder = decoder.encoder
@@ -263,6 +282,7 @@ def test_no_two_parts_have_correlated_initial_values():
         encoder.blocks.attention,
     ]
 
+    # Families of parameters of equal shape. Those of blocks have a first axis over layers.
     queries_and_keys = []
     for attention in attentions:
         queries_and_keys += [*attention.score.w_q_DNH[...], *attention.score.w_k_DKH[...]]
@@ -274,7 +294,7 @@ def test_no_two_parts_have_correlated_initial_values():
     ]
     for family in families:
         correlations = np.corrcoef([np.ravel(parameter) for parameter in family])
-        between_two = np.triu(correlations, 1)
+        between_two = np.triu(correlations, 1)  # without that of each with itself
         assert np.abs(between_two).max() < 0.5
 
 
@@ -290,15 +310,22 @@ def test_logits_in_bfloat16_are_summed_in_float32():
 
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():
+    """`model.layers()` gives the attention of each layer apart, as an `Attention` of its own.
+
+    Called in turn, with the other parts of the blocks, they give the logits of the model.
+    """
     model = build(config_of(num_layers=3), rngs=nnx.Rngs(0))
     layers = model.layers()
     assert len(layers) == 3
 
     x_BTD = model.embed(TOKENS)
     for index, layer in enumerate(layers):
+        # Matrices of logits and of outputs, of 2 heads in a stream of 16 channels.
         A_NDE, B_NDE = layer.matrix()
         assert A_NDE.shape == (2, 16, 16)
         assert B_NDE.shape == (2, 16, 16)
+
+        # The parameters of blocks have a first axis over layers.
         block = jax.tree.map(operator.itemgetter(index), model.blocks)
         x_BTD = block.run_branches([layer], x_BTD)
     logits_BTV = model.logits(model.normed(x_BTD))

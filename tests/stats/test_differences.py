@@ -29,7 +29,7 @@ def sample(mean):
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
-    """The 95 % interval of a mean is that of scipy's t test, for differences and other values."""
+    """The 95 % interval of a mean is that of scipy's t test."""
     values = sample(mean)  # nine values
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
 
@@ -93,7 +93,7 @@ def test_typical_values_are_tested_apart_from_an_outlier():
     assert with_outlier.n == 8
     assert with_outlier.typical == alone
 
-    # The outlier moves the mean towards zero, so the p value of all values is the larger one.
+    # The outlier moves the mean towards zero, so p of all values is the larger one.
     assert with_outlier.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert with_outlier.p > 0.5
 
@@ -376,8 +376,8 @@ def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
 def rejected_by_definition(p_values, alpha):
     """The p values that Holm's method rejects, from the smallest one on.
 
-    The k-th smallest of m p values is rejected if it is at most alpha / (m - k + 1). Where one is
-    not rejected, no larger one is.
+    The k-th smallest of m p values has the bound alpha / (m - k + 1). The first one above its bound
+    is not rejected, and neither are those after it.
     """
     rejected = []
     m = len(p_values)
@@ -489,8 +489,8 @@ def test_a_decision_is_never_better_for_an_arm_that_diverged(
 ):
     """Trials that diverged are missing from the means, which therefore flatter their side.
 
-    So an arm with such trials is never better, and never worse than a baseline with such trials.
-    With such trials on either side, an arm is never equivalent.
+    So an arm with such trials is never better. An arm is never worse than a baseline with such
+    trials. With such trials on either side, it is never equivalent.
     """
 
     def decision_where_trials_diverged(of_arm, of_baseline):
@@ -536,8 +536,8 @@ def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
     """The arms of a study share alpha, the probability that any of them is decided falsely.
 
-    An arm that is shown to differ by more than the margin of 0.005 leaves all of alpha to the
-    others. Its margin test is corrected by Holm's method.
+    An arm leaves the family if it is shown to differ by more than the margin. The others then share
+    all of alpha. For the tests at the margin, this is Holm's method.
     """
     rng = np.random.default_rng(11)
     # The first look at a study has 0.8 of alpha, so `judge` divides p values by 0.8.

@@ -14,8 +14,8 @@ V = 5
 def slow_probability(rows, context, target, order):
     """P(target | the first `order` tokens of its context, nearest token first), by the definition.
 
-    Smoothing is that of Witten and Bell: counts are mixed with the probability of one order less.
-    An order of -1 is the uniform distribution.
+    By Witten-Bell smoothing, counts are mixed with the probability of one order less. An order of
+    -1 is the uniform distribution.
     """
     if order < 0:
         return 1 / V
@@ -87,8 +87,8 @@ def has_neighbours(row, t, chain):
 def slow_masked_probability(rows, chain, target):
     """P(target | neighbours) by the definition; the chain is a list of (offset, token).
 
-    Smoothing is that of Witten and Bell: counts are mixed with the probability of a chain without
-    its last neighbour. Counts without neighbours are mixed with the uniform distribution.
+    By Witten-Bell smoothing, counts are mixed with the probability of a shorter chain. It lacks the
+    last neighbour. Counts without neighbours are mixed with the uniform distribution.
     """
     lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
 
@@ -108,7 +108,7 @@ def slow_chain(shown, t, length):
     """The nearest visible neighbours of position t as (offset, token), left ones first.
 
     Args:
-        shown: The tokens of a row; negative where they are hidden.
+        shown: The tokens of a row, negative where they are hidden.
         t: The position in the row.
         length: The most neighbours that are returned.
     """

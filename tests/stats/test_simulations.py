@@ -150,8 +150,8 @@ def tuned_sweep(rng, shape, optimum, level_S, limits):
 def is_false(decided, true):
     """Whether a decision contradicts the true difference of an arm from the baseline.
 
-    'Equivalent' says that the difference is below the margin. 'Better' and 'worse' say its sign,
-    and that it is not below the margin unless the margin is left open.
+    'Equivalent' says that the difference is below the margin. 'Better' and 'worse' say its sign.
+    They also say that it reaches the margin, unless the margin is left open.
     """
     size = abs(true)
     if decided is Decision.EQUIVALENT:

@@ -184,10 +184,10 @@ SPREADS = [(2, 0.15, 0.83, 0.94), (2, 0.0, 0.95, 1.0), (2, 0.4, 0.65, 0.84), (4,
 
 @pytest.mark.parametrize(('seeds', 'spread', 'low', 'high'), slow_except(SPREADS[:1], SPREADS))
 def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, spread, low, high):
-    """A sweep says by how much its chosen value may miss the least loss, at a level of 95 %.
+    """A sweep says by how much its chosen value may miss the least loss.
 
-    With few seeds, whose optima differ by `spread` in ln(value), this holds less often. The share
-    of sweeps where it holds is between `low` and `high`, as in docs/limits.md.
+    This should hold in 95 % of sweeps. With two seeds, whose optima differ by `spread` in
+    ln(value), it holds less often. The share is between `low` and `high`, as in docs/limits.md.
     """
     rng = np.random.default_rng(0)
     are_held = []
@@ -399,7 +399,7 @@ def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
         return sweep.next_values(swept, 2.0, most_values, math.inf)
 
     assert next_values(9) == screening.further
-    # A full grid does not grow, and one with a single free place grows by one value.
+    # A full grid does not grow. A grid with one free place grows by one value.
     assert next_values(num_screened) == ()
     assert next_values(num_screened + 1) == screening.further[:1]
 
@@ -432,7 +432,7 @@ def test_further_values_have_no_rounding_noise(end, expected):
 
 
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
-    """A value is worse than the best where its mean is above by more than chance explains.
+    """A value is worse than the best if its mean is higher by more than chance explains.
 
     The optimum is bracketed if there is a worse value on each side of the best. The variance is
     pooled over values that are no worse, so that a noisy last one hides nothing.
@@ -448,7 +448,7 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
             table[value] = dict(enumerate(losses_S))
         return sweep.fit(table)
 
-    # The best value 1 and value 0 below it are not told apart, but value 2 above is worse.
+    # Value 0, below the best value 1, may be as good by chance. Value 2 is worse.
     rises_V = losses_VS.mean(axis=1) - losses_VS[best].mean()
     critical_of_two = critical_difference(losses_VS[[best, 0]])
     critical_of_three = critical_difference(losses_VS[[best, 0, 2]])
@@ -487,7 +487,7 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     assert above - below > 4
     assert flat.fitted == WIDE[first : last + 1]
 
-    # In a steep curve, they are within two steps, so the best and two on each side are fitted.
+    # In a steep curve, they are within two steps, so two on each side are fitted.
     assert len(steep.fitted) == 5
 
 
