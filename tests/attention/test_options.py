@@ -226,7 +226,8 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
     and the latent is a single key and value head. The form with fewer products is taken.
 
     For one query of seven keys, absorbing always takes fewer. For all queries it does so with
-    latents of 6 channels, fewer than the 8 of a head, but not with 24.
+    latents of 6 channels, fewer than the 8 of a head, but not with 24. `num_heads` is the number of
+    key heads that all queries use.
     """
     with jax.enable_x64(True):
         layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))

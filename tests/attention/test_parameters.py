@@ -72,7 +72,8 @@ def parameter_name(path):
 def test_a_factor_scales_the_matrices_of_its_group(kind):
     """Each of four settings multiplies the initial values of a group of matrices.
 
-    The groups are embeddings, W_Q and W_K, W_V and W_O, and the MLP. Biases and gains are in none.
+    The groups are embeddings with the output matrix, W_Q and W_K, W_V and W_O, and the MLP. Biases
+    and gains are in none.
     """
     before = initial_parameters(kind=kind)
     names = {parameter_name(path) for path in before}

@@ -101,7 +101,7 @@ class TunedArm(NamedTuple):
 def tuned_studies(case, num_studies, choice):
     """The arms of each simulated study, the baseline first, with a tuned learning rate.
 
-    Each arm has its own random optimum, and the planner screens learning rates around it.
+    A study has 7 arms. Each has its own random optimum, which the planner searches.
     """
     rng = np.random.default_rng(list(CASES).index(case))
     baseline_shape, arm_shape = CASES[case]

@@ -156,7 +156,10 @@ def assert_excess_of_allowed_curves(swept, value):
 @CHOICES
 @pytest.mark.parametrize('noise', [0.01, 0.03])
 def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choice, noise):
-    """The excess at a value is the most by which its loss may exceed the least loss."""
+    """The excess at a value is the most by which its loss may exceed the least loss.
+
+    `choice` is how a sweep chooses its value: the vertex of a parabola, or the least excess.
+    """
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise, curvature=0.2)
     swept = sweep.fit(table, choice)
     assert swept.at_worst == swept.excess(swept.chosen)
@@ -366,7 +369,10 @@ SCREENED = pytest.mark.parametrize(
 
 @SCREENED
 def test_a_sweep_estimates_what_its_values_determine(screening):
-    """A sweep gives the first estimates of a list, as many as its values determine."""
+    """A sweep gives the first estimates of a list, as many as its values determine.
+
+    Each case has the mean losses at a few values of a setting, and the number of estimates.
+    """
     swept = screening.sweep()
     # Each estimate of ESTIMATES needs those before it, and the others are None.
     known = [name for name in ESTIMATES if getattr(swept, name) is not None]
@@ -391,7 +397,10 @@ def test_further_seeds_are_needed_where_they_could_bracket_the_optimum(screening
 
 @SCREENED
 def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
-    """The grid of screened values grows by factors of 2, up to a number of values in all."""
+    """The grid of screened values grows by factors of 2, up to a number of values in all.
+
+    Each case has the mean losses at a few values, and in `further` the values to screen next.
+    """
     swept = screening.sweep()
     num_screened = len(screening.means)
 
