@@ -34,15 +34,18 @@ GRID = (1e-3, 2e-3, 4e-3)
 
 
 def study_with(study=STUDY, **fields):
-    """A study with other fields; those of a section of its config are a dict, as in `trials={...}`.
+    """Returns a copy of a study with other fields.
 
-    study_with(margin=0.01, trials={'seeds': (0, 1)}) replaces the margin and trials.seeds of STUDY.
+    The fields of a section of the study's config are a dict. For example,
+    study_with(margin=0.01, trials={'seeds': (0, 1)}) replaces the margin of STUDY, and the seeds in
+    the section `trials` of its config.
     """
     base = study.base
     for section in vars(base):
         if section in fields:
-            changed = dataclasses.replace(getattr(base, section), **fields.pop(section))
-            base = dataclasses.replace(base, **{section: changed})
+            old_section = getattr(base, section)
+            new_section = dataclasses.replace(old_section, **fields.pop(section))
+            base = dataclasses.replace(base, **{section: new_section})
     return dataclasses.replace(study, base=base, **fields)
 
 
@@ -60,12 +63,15 @@ def no_effect(run, trial):
 
 
 def parabola_results(optimum, effect=no_effect):
-    """A function from a run to results whose loss is a parabola in ln(learning rate).
+    """Returns a function that makes up the results of a run, a list with one for each trial.
+
+    The loss of a trial is a parabola in ln(learning rate), plus 0.01 times its seed.
 
     Args:
         optimum: The learning rate with the lowest loss.
-        effect: What is added to the test loss, by run and trial. None makes the trial diverge,
-            with losses of 0 that must not be taken for the best.
+        effect: A function that returns what is added to the test loss of a trial, from its run and
+            the trial. If it returns None, the trial diverges. Diverged trials have losses of 0,
+            which must not be taken for the best.
     """
 
     def results(run):
@@ -90,29 +96,39 @@ def one_seed_diverges_at_the_last_rate(run, trial):
 
 
 @pytest.mark.parametrize(
-    # The learning rates of each run: first those of the screening, then that of the verdict.
+    # `results` gives the losses of a run, with the lowest one at the given learning rate.
+    # `rates` are the learning rates of each run. The last run is the verdict, if there is one.
     ('results', 'rates'),
     [
-        pytest.param(no_results, [GRID], id='unfinished'),
-        pytest.param(parabola_results(2.3e-3), [GRID, (0.0023,)], id='bracketed'),
+        # Nothing is planned beyond a run without results.
+        pytest.param(no_results, [(1e-3, 2e-3, 4e-3)], id='unfinished'),
+        # The verdict trains at the optimum.
+        pytest.param(parabola_results(2.3e-3), [(1e-3, 2e-3, 4e-3), (0.0023,)], id='bracketed'),
+        # While the last rate is the best one, the next rate is twice as high.
         pytest.param(
             parabola_results(7e-3),
-            [GRID, (8e-3,), (1.6e-2,), (0.007,)],
+            [(1e-3, 2e-3, 4e-3), (8e-3,), (1.6e-2,), (0.007,)],
             id='the grid is extended',
         ),
+        # After six rates, the verdict trains at the best one.
         pytest.param(
             parabola_results(1e-6),
-            [GRID, (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)],
+            [(1e-3, 2e-3, 4e-3), (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)],
             id='the grid is extended to max_points',
         ),
+        # A rate at which a seed diverged is worse than 2e-3, the best of the others.
         pytest.param(
             parabola_results(7e-3, one_seed_diverges_at_the_last_rate),
-            [GRID, (2e-3,)],
+            [(1e-3, 2e-3, 4e-3), (2e-3,)],
             id='bracketed by a divergence',
         ),
     ],
 )
 def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
+    """Screening runs tune the learning rate, until the best one lies between worse ones.
+
+    Then a verdict run trains other seeds at the tuned rate.
+    """
     arm = arms[0]
 
     runs = plan.runs(STUDY, [arm], results)
@@ -253,11 +269,15 @@ NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 
 
 @pytest.mark.parametrize(
+    # `difference` is that of shared_qk/vo from qk/vo at d_model=64, in nats/token.
+    # `num_longer_arms` counts a decided arm and its baseline.
     ('difference', 'diverged_seeds', 'sizes', 'num_longer_arms'),
     [
-        # The difference of 0.0125 has p = 0.03 against zero; corrected for 3 arms it is undecided.
+        # Against zero, p is 0.03. One comparison decides at a level of 0.04.
         pytest.param(0.0125, (), ('d_model=64',), 2, id='one arm'),
+        # Three comparisons share that level, so p would have to be 0.013.
         pytest.param(0.0125, (), ('d_model=64', 'd_model=72', 'd_model=80'), 0, id='three arms'),
+        # An arm is not better if any of its seeds diverged.
         pytest.param(-0.2, (1,), ('d_model=64',), 0, id='a seed diverged'),
         pytest.param(-0.2, (0, 1, 2, 3, 4, 5), ('d_model=64',), 0, id='every seed diverged'),
     ],
@@ -265,10 +285,11 @@ NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
     difference, diverged_seeds, sizes, num_longer_arms
 ):
-    """An arm that is decided is trained longer, as is its baseline."""
+    """An arm whose difference is decided is trained longer, as is its baseline."""
     verdict_seeds = (0, 1, 2, 3, 4, 5)
 
     def effect(run, trial):
+        """Returns what is added to the test loss of a trial; None if it diverges."""
         seed = trial['seed']
         if seed not in verdict_seeds or run.arm.variant == 'qk/vo':
             return 0.0
@@ -292,22 +313,27 @@ def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
 def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
     controlled_study, controlled_arms, index
 ):
+    """The plan is made again after each run, as results decide on further runs.
+
+    In the end, it is the plan that all results give at once.
+    """
     arms = [arm for arm in controlled_arms if arm.variant != 'shared_qk/vo']
     results_by_id = {}
 
     def results_so_far(run):
+        """Returns the results of a run; None if it has not finished."""
         return results_by_id.get(run.id)
 
-    # One run after the other finishes: always the first, or the last, of those that are left.
     runs = plan.runs(controlled_study, arms, results_so_far)
-    left = runs
-    while left:
-        run = left[index]
+    unfinished = runs
+    while unfinished:
+        run = unfinished[index]
         results_by_id[run.id] = DECIDING(run)
         runs = plan.runs(controlled_study, arms, results_so_far)
-        left = [run for run in runs if run.id not in results_by_id]
+        unfinished = [run for run in runs if run.id not in results_by_id]
 
-    assert runs == plan.runs(controlled_study, arms, DECIDING)
+    plan_of_all_results = plan.runs(controlled_study, arms, DECIDING)
+    assert runs == plan_of_all_results
 
 
 @dataclasses.dataclass
@@ -379,21 +405,29 @@ def test_a_significant_bracket_takes_the_first_seeds_alone():
 
 
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
-    screening = screen(LIMITS, sd=0.08)
+    """A learning rate is bracketed if a lower and a higher rate are worse by a test over seeds.
 
-    # Two at a time are drawn, and fewer than max_seeds suffice.
-    drawn = [seeds for _, seeds in screening.asked]
-    last_seed = drawn[-1][-1]
-    assert drawn[0] == (10, 11)
-    assert (12, 13) in drawn
+    With noisy losses, the two seeds of the study are too few, and the tuning asks for more.
+    """
+    limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
+
+    screening = screen(limits, sd=0.08)
+
+    # Two at a time are drawn: 10 and 11, then 12 and 13. The last seed allowed is 21.
+    drawn_seeds = [seeds for _, seeds in screening.asked]
+    last_seed = drawn_seeds[-1][-1]
+    assert drawn_seeds[0] == (10, 11)
+    assert (12, 13) in drawn_seeds
     assert last_seed < 21
+
+    # These seeds suffice to bracket the best rate, and to bound the optimum.
     assert screening.sweep.bracketed
     assert screening.sweep.optimum_low
 
-    # All values of the grid get them, so that a seed's level cancels.
+    # Each rate of the grid has every seed, so that the level of a seed's losses cancels.
     every_seed = list(range(10, last_seed + 1))
-    for losses in screening.losses.values():
-        assert list(losses) == every_seed
+    for losses_by_seed in screening.losses.values():
+        assert list(losses_by_seed) == every_seed
 
 
 def test_further_seeds_are_drawn_until_the_excess_loss_is_small():
@@ -408,14 +442,20 @@ def test_further_seeds_are_drawn_until_the_excess_loss_is_small():
 
 
 def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
-    limits = dataclasses.replace(LIMITS, max_seeds=6)
+    """A learning rate at which a seed diverged cannot be the best one, so it needs no more seeds.
+
+    The first seeds are 10 and 11. The noise makes the tuning ask for more.
+    """
+    limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=6)
 
     def diverged(rate, seed):
         return rate > 3e-3 and seed == 11
 
     screening = screen(limits, sd=0.1, diverged=diverged)
 
+    # The first of the settings is the learning rate.
     num_seeds = {settings[0]: len(losses) for settings, losses in screening.losses.items()}
+    # 4e-3 is the last rate of the grid, and no higher one is tried.
     rates_that_diverged = [rate for rate in num_seeds if rate > 3e-3]
     assert rates_that_diverged == [4e-3]
     assert num_seeds[4e-3] == 2
@@ -439,21 +479,32 @@ def costly_arms(costly_study):
 
 
 def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_study, costly_arms):
+    """The shortest plan of a study tunes each arm with its first grid and judges it.
+
+    It also trains each arm longer. The study has 2 arms at 2 sizes.
+    """
     runs = plan.fewest_runs(costly_study, costly_arms)
 
-    # Each screening is finished after its first grid; the verdict trains at its middle.
+    # The screening has the first grid of learning rates. The verdict trains at its middle.
     rates = {run.config.trials.learning_rates for run in runs}
-    assert rates == {GRID, (2e-3,)}
+    assert rates == {(1e-3, 2e-3, 4e-3), (2e-3,)}
 
-    # Each of 4 arms has a screening and a verdict, and both once more with 4 x the steps.
-    trials_of_arm = 2 * 3 + 3  # 2 seeds at 3 rates, then 3 seeds at one
-    steps_of_trial = 100 + 4 * 100
-    tokens_of_arm = trials_of_arm * steps_of_trial * 4 * 16  # 4 rows of 16 tokens
-    flops = sum(tokens_of_arm * 3 * cost.flops_per_token(arm.model) for arm in costly_arms)
+    # Each arm has a screening and a verdict, and both once more with 4 times the 100 steps.
+    num_arms = 2 * 2
     total = plan.cost(runs)
-    assert total.runs == 4 * 4
-    assert total.trials == 4 * 2 * trials_of_arm
-    assert total.tokens == 4 * tokens_of_arm
+    assert total.runs == num_arms * 4
+
+    # The screening has 2 seeds at 3 rates, the verdict 3 seeds at one rate.
+    trials_of_arm = 2 * 3 + 3
+    assert total.trials == num_arms * 2 * trials_of_arm
+
+    tokens_of_step = 4 * 16  # 4 rows of 16 tokens
+    steps_of_trial = 100 + 4 * 100  # usual and longer
+    tokens_of_arm = trials_of_arm * steps_of_trial * tokens_of_step
+    assert total.tokens == num_arms * tokens_of_arm
+
+    # A training step costs as much as 3 forward passes.
+    flops = sum(tokens_of_arm * 3 * cost.flops_per_token(arm.model) for arm in costly_arms)
     assert total.flops == pytest.approx(flops)
 
 
@@ -470,16 +521,23 @@ def lines_with_single_spaces(text):
 def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     costly_study, costly_arms, monkeypatch
 ):
+    """The estimate of a plan is a table with a row for each arm, and one for each stage.
+
+    The study has 2 arms at 2 sizes, each with a screening, a verdict, and both once more for longer
+    training.
+    """
     monkeypatch.setattr(plan.program, 'warm_up', lambda _: pytest.fail('it measures'))
 
     by_arm, by_stage = estimated_tables(costly_study, costly_arms)
 
-    # 9 trials take 100 steps of 4 rows of 16 tokens; training costs 3 forward passes.
+    # A screening of 6 trials and a verdict of 3 take 100 steps of 4 rows of 16 tokens.
     tokens = 9 * 100 * 4 * 16
+    # A training step costs as much as 3 forward passes.
     flops = 3 * cost.flops_per_token(costly_arms[0].model) * tokens
+    # The columns are: arm, runs, trials, tokens, FLOPs.
     assert by_arm[2] == f'qk/vo d_model=32 2 9 {tokens:.3g} {flops:.3g}'
 
-    # Both arms at two sizes, then their longer runs at both; then the total.
+    # Below the header, there are both arms at two sizes, then both trained longer.
     rows = by_arm[2:-1]
     titles = [row.partition(' d_model')[0] for row in rows]
     assert titles == [
@@ -492,10 +550,10 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
         'qk/vo (longer)',
         'shared_qk/vo (longer)',
     ]
-    trials = [int(row.split()[-3]) for row in rows]
-    assert sum(trials) == 8 * 9
+    num_trials = [int(row.split()[-3]) for row in rows]
+    assert sum(num_trials) == 8 * 9
 
-    # The table by stage has the same total, and a note.
+    # The last row of both tables is the same total. A note follows the table by stage.
     assert by_stage[0] == 'stage runs trials tokens FLOPs'
     assert by_arm[-1].startswith('total ')
     assert by_stage[-2] == by_arm[-1]
@@ -503,11 +561,15 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
 
 
 def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms, monkeypatch):
-    measured = []
+    """The time of all runs of a size follows from a few steps of one of its runs.
+
+    The study has 2 arms at 2 sizes, with 8 runs of 100 steps and 8 of 400.
+    """
+    measured_models = []
 
     def warm_up(config):
-        """A step of a stack takes a second, compilation a minute."""
-        measured.append((config.model.score, config.model.d_model))
+        """Replaces the timing of a few steps: a step takes a second, compilation a minute."""
+        measured_models.append((config.model.score, config.model.d_model))
         return 1.0, 60.0
 
     monkeypatch.setattr(plan.program, 'warm_up', warm_up)
@@ -515,11 +577,15 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
     _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
 
     # Only the baseline qk is measured, at both widths.
-    assert measured == [('qk', 32), ('qk', 64)]
+    assert measured_models == [('qk', 32), ('qk', 64)]
+
+    # After the title, a row has the numbers of runs and of trials.
     assert by_stage[4].startswith('longer, if every arm is decided 8 36')
     assert by_stage[5].startswith('total 16 72')
-    # 8 runs of 100 steps and 8 of 400 take 1:06:40 hours.
-    assert ' 1:0' in by_stage[5]
+    # A screening of 6 trials was measured, so a verdict of 3 trials takes half its 100 seconds.
+    # 4 of each take 600 seconds, and 4 times that if trained longer. 16 minutes of compilation
+    # make it 1:06:00. shared_qk/vo has slightly fewer FLOPs, so it is a second faster.
+    assert by_stage[5].endswith(' 1:05:59')
 
 
 @pytest.mark.parametrize(
@@ -528,14 +594,20 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
 def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
     costly_study, costly_arms, monkeypatch, error
 ):
+    """A plan may be too large for this machine, which then measures no time.
+
+    The table by stage still has the cost, and a note with the error says why.
+    """
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
 
     _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
 
+    # The last row begins with 16 runs and 72 trials, and ends with an unknown time.
     total = by_stage[5]
-    note = by_stage[6]
     assert total.startswith('total 16 72')
     assert total.endswith(' -')
+    # Both errors contain the word 'it'.
+    note = by_stage[6]
     assert re.match('no time, as this machine cannot train it: .*it', note)
 
 

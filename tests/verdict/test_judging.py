@@ -14,7 +14,7 @@ from qkattn.verdict import Decision, ReasonCode, RemarkCode, find, judging, load
 from tests import studies
 
 SIZE = 'd_model=128'
-# Test losses of the baseline, one per seed.
+# Validation losses of the baseline, one per seed. Test losses are 0.1 higher.
 BASE = 2 + 0.05 * np.arange(8)
 NOISE = 0.001 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 NOISE_OF_MEAN_ZERO = NOISE - NOISE.mean()
@@ -22,15 +22,22 @@ PARTS = ('same_shape', 'reinvesting', 'longer')
 
 
 def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
-    """Trials of an arm whose test losses are `delta` above the baseline's, with noise.
+    """Returns the screening and verdict trials of an arm with eight verdict seeds.
 
-    A `delta` of 0 has no noise. Validation losses are `validation` above the baseline's; None means
-    `delta` as well.
+    Args:
+        variant: Variant of the arm, such as 'b/vo'.
+        delta: How far the test losses are above the baseline's, in nats/token. Below zero is
+            better. With 0, the losses are the baseline's, without noise.
+        validation: The same for the validation losses; None means `delta`.
+        noise: What is added to the loss of each seed.
+        **keywords: Keywords of `studies.tuned_arm`.
     """
     losses = BASE + delta
     if delta != 0:
         losses = losses + noise
     records = studies.tuned_arm(variant, losses=list(losses), **keywords)
+
+    # So far, the losses of both splits are `delta` above the baseline's.
     for record in records:
         if validation is not None and record['stage'] == 'verdict':
             record['val_loss'] += validation - delta
@@ -59,6 +66,7 @@ def records_by_seed(variant, losses, **changes):
 
 
 def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
+    """The difference of an arm is its loss minus the baseline's, for each seed that both have."""
     baseline_losses = {0: 2.00, 1: 2.10, 2: 2.30}
     arm_losses = {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}  # in another order, with one more seed
     records = records_by_seed('qk/vo', baseline_losses) + records_by_seed('b/vo', arm_losses)
@@ -68,16 +76,26 @@ def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
 
     assert baseline.is_baseline
     assert baseline.difference is None
-    assert arm.verdict is None  # without tuning
-    assert list(arm.comparison.differences.values()) == pytest.approx([0.05, 0.02, 0.08])
+    # Only a study that tunes its arms has verdicts.
+    assert arm.verdict is None
+    # The baseline has no seed 9.
+    expected = {0: 2.05 - 2.00, 1: 2.12 - 2.10, 2: 2.38 - 2.30}
+    assert list(arm.comparison.differences) == [0, 1, 2]
+    assert arm.comparison.differences == pytest.approx(expected)
 
 
 def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
-    """One rate has the lowest loss of a single seed; another one has a lower, but diverged."""
+    """A study without tuning chooses the learning rate with the lowest mean loss over seeds.
+
+    A rate at which a seed diverged is not chosen, however low its other losses are.
+    """
     records = [
         *records_by_seed('qk/vo', {0: 2.00, 1: 2.10, 2: 2.30}),
+        # The lowest loss of a seed that counts, but a mean of 2.2.
         *records_by_seed('swept/vo', {0: 2.0, 1: 2.4}, learning_rate=1e-3),
+        # The lowest mean that counts, 2.15.
         *records_by_seed('swept/vo', {0: 2.1, 1: 2.2}, learning_rate=3e-3),
+        # Seed 1 diverged.
         *records_by_seed('swept/vo', {0: 1.0, 1: None}, learning_rate=1e-2),
     ]
     studies.write_study(study_dir, records)
@@ -85,7 +103,8 @@ def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
     _, swept = find(load_study(study_dir)).arms
 
     assert swept.learning_rate == 3e-3
-    assert swept.over_seeds('val_loss').mean == pytest.approx(2.15)
+    assert swept.over_seeds('val_loss').mean == pytest.approx((2.1 + 2.2) / 2)
+    # 3e-3 is the middle one of three rates.
     assert not swept.at_edge
     assert swept.num_diverged == 1
 
@@ -148,51 +167,77 @@ def test_an_arm_is_undecided_where_validation_disagrees(
 
 
 @pytest.mark.parametrize(
+    # `delta` is the difference of b/vo from the baseline in nats/token. Below zero is better.
+    # A difference within 0.005 counts as none.
     ('delta', 'noise', 'passing'),
     [
         pytest.param(0.03, NOISE_OF_MEAN_ZERO, {'worse', 'not better'}, id='worse'),
         pytest.param(-0.03, NOISE_OF_MEAN_ZERO, {'better', 'not worse'}, id='better'),
+        # A delta of 0 would leave out the noise.
         pytest.param(1e-9, NOISE_OF_MEAN_ZERO, {'not better', 'not worse'}, id='equal'),
+        # The noise is too large for any decision.
         pytest.param(1e-9, 40 * NOISE, set(), id='undecided'),
     ],
 )
 def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, noise, passing):
+    """A positive control is an arm of which the study expects a decision, such as 'worse'.
+
+    It passes if its verdict agrees with that decision.
+    """
     arms = [
         records_of_arm('qk/vo', 0),
         records_of_arm('b/vo', delta, noise=noise),
-        records_of_arm('c/vo', 0.02),
+        records_of_arm('c/vo', 0.02),  # no positive control
         records_of_arm('b/vo', 0.03, control=SAME_SHAPE),
     ]
+    # EXPECTED are the decisions better, worse, not better and not worse.
     expected = [f'b/vo is {decision}' for decision in EXPECTED]
     expected.append('b/vo is worse at equal shape')
-    # An arm that has no results yet.
+    # At a second size, b/vo is planned and has no results yet.
     declared = [('b/vo', 'd_model=64')]
 
     controls = findings_of(study_dir, *arms, expected=expected, declared=declared).positive
 
-    *positive, same_shape = controls
-    passed = {control.expected.decision for control in positive if control.passed}
+    # Controls without results are left out.
+    *at_equal_cost, same_shape = controls
+    passed = {control.expected.decision for control in at_equal_cost if control.passed}
     assert passed == passing
-    for control in positive:
+
+    # Every expectation counts in the correction for several comparisons, with or without results.
+    num_sizes = 2
+    num_at_equal_shape = 1
+    num_comparisons = len(EXPECTED) * num_sizes + num_at_equal_shape
+    for control in at_equal_cost:
         assert control.passed is not None
-        # The four decisions at two sizes, and the one at equal shape.
-        assert control.verdict.num_comparisons == 9
+        assert control.verdict.num_comparisons == num_comparisons
+
+    # At the same shape, b/vo is worse by 0.03 in each case.
     assert same_shape.passed is True
     assert same_shape.arm.key.control == SAME_SHAPE
 
 
 def shift_documents(directory, variant, sd):
-    """Makes the test losses of an arm differ by document, with deviation `sd` in nats a token.
+    """Writes documents.json of an arm again, with test losses that differ by document.
 
-    Returns these differences and the numbers of tokens, one for each of 100 documents.
+    Args:
+        directory: Directory of the study.
+        variant: Variant of the arm.
+        sd: Standard deviation of the differences, in nats/token.
+
+    Returns:
+        What is added to the loss of each of 100 documents, in nats/token.
+        The number of tokens of each document.
     """
+    num_documents = 100
     run = studies.run_name(variant, SIZE, 'verdict')
     records = studies.read_lines(directory / 'results.jsonl')
     records_of_run = [record for record in records if record['run'] == run]
-    shifts = np.random.default_rng(6).normal(0, sd, 100)
-    studies.write_documents(directory / run, records_of_run, 100, shifts)
+    shifts = np.random.default_rng(6).normal(0, sd, num_documents)
+    studies.write_documents(directory / run, records_of_run, num_documents, shifts)
+
     documents = json.loads((directory / run / 'documents.json').read_text())
-    return shifts, np.array(documents['test']['tokens'])
+    tokens = np.array(documents['test']['tokens'])
+    return shifts, tokens
 
 
 def add_noise_to_screening(records):
@@ -204,11 +249,17 @@ def add_noise_to_screening(records):
 
 
 @pytest.mark.parametrize(
-    ('sd_over_documents', 'decision'), [(0.02, Decision.BETTER), (0.3, Decision.UNDECIDED)]
+    # The difference of -0.03 stands out if documents differ little. Below zero is better.
+    ('sd_over_documents', 'decision'),
+    [(0.02, Decision.BETTER), (0.3, Decision.UNDECIDED)],
 )
 def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
     study_dir, sd_over_documents, decision
 ):
+    """The interval of a difference is wider than that of the seeds alone.
+
+    It includes the error of a sample of documents, and the loss that imperfect tuning may cost.
+    """
     records = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', -0.03)
     add_noise_to_screening(records)
     studies.write_tuned(study_dir, records)
@@ -216,16 +267,20 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
 
     baseline, arm = find(load_study(study_dir)).arms
 
-    # The error of tuning: two bounds on the excess loss, which differ.
+    # Each arm has a bound on the loss above its best learning rate. The two bounds differ.
     arm_excess = arm.sweeps['learning_rate'].at_worst
     baseline_excess = baseline.sweeps['learning_rate'].at_worst
     assert arm_excess > 1e-4
     assert baseline_excess > 1e-4
     assert arm_excess != pytest.approx(baseline_excess)
 
+    # By document, the arm differs from the baseline by the shifts, the same for every seed.
+    differences_of_seeds = -0.03 + NOISE
+    nats_of_documents = shifts * tokens
+    nats_by_seed_and_document = nats_of_documents[None]  # one row for all seeds
     expected = inference.paired_test(
-        NOISE - 0.03,
-        evaluation=inference.evaluation_error((shifts * tokens)[None], tokens),
+        differences_of_seeds,
+        evaluation=inference.evaluation_error(nats_by_seed_and_document, tokens),
         tuning=(arm_excess, baseline_excess),
     )
     assert arm.difference.low == pytest.approx(expected.low)
@@ -235,29 +290,34 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
 
 
 def test_the_family_is_the_widest_that_was_declared(study_dir):
-    """An arm that is deleted from a study later on still counts in the correction.
+    """An arm that is deleted from a study later on still counts as a comparison.
 
-    Until the smaller study is declared as well, its verdicts are withheld.
+    The family is the arms that share the error probability ALPHA. The ledger of the study is a log
+    of its declarations, so it remembers the deleted arm.
     """
+    # First, two arms are compared with the baseline qk/vo.
     two_arms = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', 0.003)
     third_arm = records_of_arm('c/vo', 0.03)
     assert findings_of(study_dir, two_arms, third_arm).num_comparisons == 2
-    entries = (study_dir / ledger.NAME).read_bytes()
+    ledger_of_three_arms = (study_dir / ledger.NAME).read_bytes()
 
-    # The study is written again without its third arm, and with its old ledger.
+    # Then the study is written again without c/vo, and with its old ledger.
     studies.write_tuned(study_dir, two_arms)
-    (study_dir / ledger.NAME).write_bytes(entries)
+    (study_dir / ledger.NAME).write_bytes(ledger_of_three_arms)
 
+    # The ledger does not declare this study, which withholds every verdict.
     findings = find(load_study(study_dir))
     assert code_names(findings.blocks) == ['OTHER_DECLARATION']
     assert findings.num_comparisons == 2
 
-    declared = json.loads((study_dir / 'study.json').read_text())
-    ledger.declare(study_dir, declared)
-
+    # Once it is declared as well, b/vo has a verdict, corrected for two comparisons.
+    smaller_study = json.loads((study_dir / 'study.json').read_text())
+    ledger.declare(study_dir, smaller_study)
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
-    assert b.verdict.p_holm == pytest.approx(2 * b.difference.p * ALPHA / level(look=1))
+    # The p value is scaled from the level of a first look at results to ALPHA.
+    p_of_first_look = b.difference.p * ALPHA / level(look=1)
+    assert b.verdict.p_holm == pytest.approx(2 * p_of_first_look)
 
 
 @pytest.mark.parametrize(
@@ -403,12 +463,17 @@ def test_arms_without_a_shared_seed_have_losses_but_no_difference(study_dir):
 
 
 def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
+    """An arm with results of four of its eight seeds has no verdict yet.
+
+    So a positive control, which expects a verdict, has neither passed nor failed.
+    """
     complete = records_of_arm('b/vo', 0.02)
-    # The last four seeds of b/vo are a run of their own, which has no results yet.
-    late = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
-    finished = records_of_arm('qk/vo', 0) + complete[:-4]
-    studies.write_tuned(study_dir, finished + late, expected=['b/vo is worse'])
-    studies.write_lines(study_dir / 'results.jsonl', finished)
+    # The last four seeds of b/vo are planned as a run of their own.
+    late_run = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
+    finished_runs = records_of_arm('qk/vo', 0) + complete[:-4]
+    studies.write_tuned(study_dir, finished_runs + late_run, expected=['b/vo is worse'])
+    # The late run has no results.
+    studies.write_lines(study_dir / 'results.jsonl', finished_runs)
 
     (control,) = find(load_study(study_dir)).positive
 
@@ -426,16 +491,20 @@ def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
 
 
 def records_of_a_scaling_law(worth):
-    """Arms at five sizes, in which a parameter of b/vo is worth that many of the baseline.
+    """Returns trials of the baseline and of b/vo at five sizes, with losses of a power law.
 
-    The baseline is not bracketed at d_model=128: its optimum is the last rate of the grid.
+    The law of the baseline is loss = 1.5 + 40 * parameters ** -0.4. A parameter of b/vo is worth
+    `worth` parameters of the baseline.
+
+    At d_model=128, the best learning rate of the baseline is the last one of its grid. So its
+    optimum is not bracketed there, and its loss counts as too high.
     """
     records = []
     for d_model in (32, 64, 128, 256, 512):
         parameters = studies.trial_record('qk/vo', d_model=d_model)['parameters']['total']
         for variant, factor in (('qk/vo', 1.0), ('b/vo', worth)):
             loss = 1.5 + 40 * (factor * parameters) ** -0.4
-            losses = loss + 0.0002 * (np.arange(8) - 3.5)
+            losses = loss + 0.0002 * (np.arange(8) - 3.5)  # eight seeds around that mean
             is_unbracketed = variant == 'qk/vo' and d_model == 128
             optimum = 16e-3 if is_unbracketed else 4e-3
             size = f's{d_model}'
@@ -444,40 +513,60 @@ def records_of_a_scaling_law(worth):
 
 
 def test_scaling_is_fitted_over_sound_sizes(study_dir):
+    """A scaling law, loss against parameters, leaves out sizes at which an arm breaks a rule."""
     records = records_of_a_scaling_law(worth=1.5)
 
     findings = findings_of(study_dir, records)
 
-    baseline, arm = findings.scaling
+    # b/vo is compared with the baseline at five sizes.
     assert findings.num_comparisons == 5
-    assert len(baseline.law.sizes) == 4
+    # The baseline is not tuned well at one of the five sizes.
+    baseline, arm = findings.scaling
+    assert len(baseline.law.sizes) == 5 - 1
     assert len(arm.law.sizes) == 5
-    # Residuals are zero, but not the standard deviation over 8 seeds.
-    assert baseline.law.df == 4 * (8 - 1)
-    assert arm.law.df == 5 * (8 - 1)
     assert arm.worth.value == pytest.approx(1.5, rel=0.01)
 
-    # A yardstick that the largest loss of a baseline does not beat leaves out its size.
+    # The law fits exactly, so its error is that of the means over 8 seeds.
+    assert baseline.law.df == 4 * (8 - 1)
+    assert arm.law.df == 5 * (8 - 1)
+
+
+def test_scaling_leaves_out_sizes_whose_baseline_misses_its_yardstick(study_dir):
+    """A yardstick is the loss of n-grams, which the baseline of a size has to beat."""
+    records = records_of_a_scaling_law(worth=1.5)
+    findings = findings_of(study_dir, records)
+
+    # The smallest baseline has the largest loss, and is the only one that misses this yardstick.
     largest_loss = max(arm.loss.mean for arm in findings.arms if arm.is_baseline)
     losses = {'test': {'5-gram': largest_loss - 1e-6}}
     studies.write_yardsticks(study_dir, records, losses=losses)
     baseline, arm = find(load_study(study_dir)).scaling
-    assert baseline.law.data['sizes'] == 3  # too few for a law
-    assert len(arm.law.sizes) == 4
+
+    # The baseline at d_model=128 is not tuned well either. A law needs four sizes.
+    assert baseline.law.data['sizes'] == 5 - 2
+    # b/vo is compared with the baseline of its size, so it loses that size as well.
+    assert len(arm.law.sizes) == 5 - 1
 
 
+# Arms have controls at the same shape, and controls that train six seeds four times as long.
 CONTROLS = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(range(6))}
 
 
 def records_with_controls():
-    """A baseline, an arm with both of its controls, and the baseline trained longer.
+    """Returns trials of a baseline, an arm with both of its controls, and the baseline's control.
 
-    Differences to the baseline are -0.03 of the arm, -0.02 of the arm at the same shape, and -0.01
-    of the arm trained longer.
+    | arm                 | difference from the baseline | seeds |
+    |---------------------|------------------------------|-------|
+    | b/vo                | -0.03                        | 8     |
+    | b/vo, same shape    | -0.02                        | 8     |
+    | b/vo, longer        | -0.01 from the longer qk/vo  | 6     |
+
+    The control at the same shape has the baseline's widths. Longer controls train for four times
+    the 400 steps.
     """
     longer = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
     longer_baseline = (BASE - 0.3)[:6]
-    longer_arm = (BASE - 0.31 + 2 * NOISE)[:6]
+    longer_arm = (BASE - 0.3 - 0.01 + 2 * NOISE)[:6]
     return [
         *records_of_arm('qk/vo', 0),
         *records_of_arm('b/vo', -0.03),
@@ -488,6 +577,10 @@ def records_with_controls():
 
 
 def test_controls_have_no_verdict(study_dir):
+    """Controls beside an arm explain its difference, so they are not judged themselves.
+
+    One control has the baseline's shape; the others are trained longer.
+    """
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
 
     same_shape, longer_baseline, longer_arm = findings.controls
@@ -496,19 +589,33 @@ def test_controls_have_no_verdict(study_dir):
     assert (longer_arm.key.control, longer_arm.is_baseline) == (LONGER, False)
     for control in findings.controls:
         assert not control.verdict
+
+    # Only b/vo itself is compared with the baseline.
     assert findings.num_comparisons == 1
+    # No rule is broken: the one remark tells how much text was evaluated.
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}
 
-    # A longer arm is tuned at three rates around that of the primary arm.
+
+def test_a_longer_arm_is_tuned_around_the_rate_of_the_primary_arm(study_dir):
+    findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
+
+    # The grid of the study has five learning rates. Longer arms have three around the best one.
+    same_shape, longer_baseline, longer_arm = findings.controls
     assert len(same_shape.sweeps['learning_rate'].values) == 5
     assert len(longer_baseline.sweeps['learning_rate'].values) == 3
     assert len(longer_arm.sweeps['learning_rate'].values) == 3
 
-    # It is compared with the longer baseline, on the seeds that are declared for both.
-    differences = findings.arms[1].parts.longer.differences
-    assert list(differences.values()) == pytest.approx(list(-0.01 + 2 * NOISE[:6]))
 
-    # Claims may judge it.
+def test_a_longer_arm_is_compared_with_the_longer_baseline(study_dir):
+    findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
+
+    # Longer arms have six seeds, and b/vo is below the longer baseline by 0.01.
+    differences = findings.arms[1].parts.longer.differences
+    expected = -0.01 + 2 * NOISE[:6]
+    assert list(differences.values()) == pytest.approx(list(expected))
+
+    # A claim, which compares two given arms, may judge a longer arm. Below zero is better.
+    _, longer_baseline, longer_arm = findings.controls
     verdict = judging.verdict_on_pair(
         load_study(study_dir), longer_arm, longer_baseline, blocks=(), num_comparisons=1
     )
@@ -527,38 +634,79 @@ def test_a_baseline_below_its_yardstick_withholds_the_verdict_but_no_part(study_
         assert getattr(arm.parts, part) is not None
 
 
+def stop_annealing(directory, variant, control):
+    """Plans a constant learning rate in the verdict run of an arm, or in every run for 'all'.
+
+    A rule requires that the learning rate falls to zero.
+    """
+    if variant == 'all':
+        runs = [run.name for run in load_study(directory).runs]
+    else:
+        runs = [studies.run_name(variant, SIZE, 'verdict', control)]
+    for run in runs:
+        studies.edit_plan(directory, run, optimizer__schedule='constant')
+
+
 @pytest.mark.parametrize(
-    # The arm whose schedule does not anneal, or 'all'; and the parts that are lost by that.
+    # The arm that breaks a rule, or 'all'. Then the parts that cannot be estimated without it.
     ('variant', 'control', 'lost', 'decision'),
     [
-        ('b/vo', SAME_SHAPE, {'same_shape', 'reinvesting'}, Decision.BETTER),
-        ('qk/vo', LONGER, {'longer'}, Decision.BETTER),
-        ('b/vo', None, {'reinvesting'}, Decision.NO_VERDICT),
-        ('all', None, {'same_shape', 'reinvesting', 'longer'}, Decision.NO_VERDICT),
+        pytest.param(
+            'b/vo', SAME_SHAPE, {'same_shape', 'reinvesting'}, Decision.BETTER, id='same shape'
+        ),
+        pytest.param('qk/vo', LONGER, {'longer'}, Decision.BETTER, id='longer baseline'),
+        pytest.param('b/vo', None, {'reinvesting'}, Decision.NO_VERDICT, id='the arm itself'),
+        pytest.param(
+            'all',
+            None,
+            {'same_shape', 'reinvesting', 'longer'},
+            Decision.NO_VERDICT,
+            id='every arm',
+        ),
     ],
 )
 def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
     study_dir, variant, control, lost, decision
 ):
+    """The difference of b/vo from the baseline has parts, each the difference of two arms.
+
+    - `same_shape`: b/vo with the baseline's widths, minus the baseline.
+    - `reinvesting`: b/vo, widened to the baseline's cost, minus b/vo with the baseline's widths.
+    - `longer`: b/vo minus the baseline, both trained longer.
+    """
     studies.write_tuned(study_dir, records_with_controls(), controls=CONTROLS)
-    if variant == 'all':
-        runs = [run.name for run in load_study(study_dir).runs]
-    else:
-        runs = [studies.run_name(variant, SIZE, 'verdict', control)]
-    for run in runs:
-        studies.edit_plan(study_dir, run, optimizer__schedule='constant')
+    stop_annealing(study_dir, variant, control)
+
+    b = find(load_study(study_dir)).arms[1]
+
+    assert {part for part in PARTS if getattr(b.parts, part) is None} == lost
+    # A control does not withhold the verdict of b/vo, which is better by 0.03.
+    assert b.verdict.decision is decision
+
+
+@pytest.mark.parametrize(
+    ('variant', 'control', 'num_withheld'),
+    [
+        pytest.param('b/vo', SAME_SHAPE, 1, id='same shape'),
+        pytest.param('b/vo', None, 1, id='the arm itself'),
+        # The longer b/vo has another schedule than its baseline, which breaks a rule as well.
+        pytest.param('qk/vo', LONGER, 2, id='longer baseline'),
+    ],
+)
+def test_a_comparison_with_an_arm_that_breaks_a_rule_names_that_arm(
+    study_dir, variant, control, num_withheld
+):
+    """A claim may compare the baseline with an arm that has no verdict of its own."""
+    studies.write_tuned(study_dir, records_with_controls(), controls=CONTROLS)
+    stop_annealing(study_dir, variant, control)
 
     findings = find(load_study(study_dir))
 
-    arm = findings.arms[1]
-    assert {part for part in PARTS if getattr(arm.parts, part) is None} == lost
-    assert arm.verdict.decision is decision
-
-    # A claim that compares the baseline with a withheld arm names that arm.
-    study = load_study(study_dir)
-    for withheld in (*findings.arms, *findings.controls):
-        if withheld.blocks:
-            verdict = judging.verdict_on_pair(
-                study, findings.arms[0], withheld, blocks=(), num_comparisons=1
-            )
-            assert verdict.reasons[-1].data['baseline'] == withheld.variant
+    all_arms = (*findings.arms, *findings.controls)
+    withheld_arms = [arm for arm in all_arms if arm.blocks]
+    assert len(withheld_arms) == num_withheld
+    for withheld in withheld_arms:
+        verdict = judging.verdict_on_pair(
+            load_study(study_dir), findings.arms[0], withheld, blocks=(), num_comparisons=1
+        )
+        assert verdict.reasons[-1].data['baseline'] == withheld.variant

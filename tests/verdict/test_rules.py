@@ -34,7 +34,6 @@ VERDICT_RUNS = {
 SCREENING_OF_B = run_name('b/vo', SIZE, 'screening', 'learning_rate')
 SCREENING_OF_BASELINE = run_name('qk/vo', SIZE, 'screening', 'learning_rate')
 JUDGED = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
-B_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
 ALL_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
 
@@ -82,18 +81,29 @@ def has_data(remark, data):
 
 
 def assert_verdict_of_b_is_withheld(directory, code, data):
-    """b/vo alone has no verdict, and one of the reasons is a remark of this code and data."""
-    judged = judge_study(directory)
-    assert judged.decisions == B_WITHHELD
+    """Asserts that a remark withholds the verdict on b/vo, and that c/vo keeps its verdict.
 
-    arm = next(arm for arm in judged.findings.arms if arm.key == B)
-    assert any(remark.code is code and has_data(remark, data) for remark in arm.blocks)
+    A remark is a finding on an arm, with a code and data.
 
-    # The remarks on the arm are the reasons of its verdict, and come before all others.
-    assert arm.verdict.reasons == arm.blocks
-    blocks = list(arm.blocks)
-    assert [remark for remark in judged.remarks if remark.blocks] == blocks
-    assert judged.remarks[: len(blocks)] == blocks
+    Args:
+        directory: Directory of a study that compares b/vo and c/vo with qk/vo.
+        code: Code of the remark.
+        data: Some of the data of the remark.
+    """
+    findings, decisions, remarks = judge_study(directory)
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
+
+    b = next(arm for arm in findings.arms if arm.key == B)
+    expected = [remark for remark in b.blocks if remark.code is code and has_data(remark, data)]
+    assert expected
+
+    # The remarks that block b/vo are the reasons of its verdict.
+    assert b.verdict.reasons == b.blocks
+
+    # No other remark blocks a verdict, and those that do come first.
+    blocks = list(b.blocks)
+    assert [remark for remark in remarks if remark.blocks] == blocks
+    assert remarks[: len(blocks)] == blocks
 
 
 @pytest.mark.parametrize(
@@ -403,37 +413,46 @@ def test_results_that_break_no_rule_block_no_verdict(study_dir, records, matched
 
 
 def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
+    """An arm may differ from the baseline of its size in the settings that its name gives.
+
+    Any other difference is a remark, which names the setting.
+    """
     variant = 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'
     records = []
     for size, d_model in (('s64', 64), ('s128', 128)):
         for name in ('qk/vo', variant):
+            # The tokens of evaluation differ between the sizes, but not between arms of a size.
             records += tuned_arm(name, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
     edit_plan(
         study_dir,
         run_name(variant, 's64', 'verdict'),
-        # Settings of the variant.
+        # Settings in the name of the variant.
         model__norm='rmsnorm',
         model__num_kv_heads=1,
-        # A setting that may not differ.
+        # A setting that is not in its name.
         train__batch_size=7,
     )
 
     _, _, remarks = judge_study(study_dir)
 
-    named = [remark for remark in remarks if 'name' in remark.data]
-    assert len(named) == 1
-    assert named[0].data['name'] == 'train.batch_size'
-    assert named[0].arm.size == 's64'
+    remarks_on_settings = [remark for remark in remarks if 'name' in remark.data]
+    assert len(remarks_on_settings) == 1
+    remark = remarks_on_settings[0]
+    assert remark.data['name'] == 'train.batch_size'
+    assert remark.arm.size == 's64'
 
 
 def test_a_remark_on_the_baseline_withholds_every_verdict(study_dir):
+    """Every arm is compared with the baseline qk/vo, so no verdict is left without it."""
     write_tuned(study_dir, three_arms())
+    # A rule requires that the learning rate falls to zero.
     edit_plan(study_dir, VERDICT_RUNS['qk/vo'], optimizer__schedule='constant')
 
     findings, decisions, _ = judge_study(study_dir)
 
-    assert decisions == ALL_WITHHELD
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
+    # The last reason names the baseline and the remarks on it.
     baseline, b, _ = findings.arms
     reason = b.verdict.reasons[-1]
     assert reason.code is ReasonCode.BASELINE_BLOCKED
@@ -441,59 +460,93 @@ def test_a_remark_on_the_baseline_withholds_every_verdict(study_dir):
 
 
 def test_a_rule_that_all_arms_break_is_a_single_remark(study_dir):
+    """Equal remarks on all arms become one remark, which withholds every verdict."""
     write_tuned(study_dir, three_arms())
+    # A rule requires that the learning rate falls to zero.
     for run in VERDICT_RUNS.values():
         edit_plan(study_dir, run, optimizer__schedule='constant')
 
     findings, decisions, (remark,) = judge_study(study_dir)
 
-    assert decisions == ALL_WITHHELD
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
     assert remark.code is RemarkCode.NOT_ANNEALED
-    assert remark.arm is None
+    # It is about every arm, so it names none.
     assert remark.every_arm
+    assert remark.arm is None
+    # It blocks the study, and is the only reason of each verdict.
+    _, b, _ = findings.arms
     assert findings.blocks == (remark,)
-    assert findings.arms[1].verdict.reasons == (remark,)
+    assert b.verdict.reasons == (remark,)
 
 
-def test_different_or_uncommitted_code_blocks_verdicts_until_it_is_accepted(study_dir):
-    of_others = trial_record('x')['provenance']
-    of_baseline = of_others | {'imported': {'x:y': '1', 'x:z': '1'}}
-    of_b = of_others | {
+def three_arms_of_different_code():
+    """Returns records of three arms, in which b/vo was trained by other code than the others.
+
+    Provenance is the software that a run recorded. `imported` has the hash of each module from
+    outside the package.
+
+    | field          | qk/vo    | b/vo (verdict) | c/vo      |
+    |----------------|----------|----------------|-----------|
+    | git.commit     | abc1234  | fff...         | abc1234   |
+    | git.dirty      | False    | True           | False     |
+    | versions.jax   | 0.10.2   | 0.12.0         | 0.10.2    |
+    | imported.x:y   | 1        | 2              | (nothing) |
+    | imported.x:z   | 1        | 1              | (nothing) |
+    """
+    provenance_of_c = trial_record('c/vo')['provenance']
+    provenance_of_baseline = provenance_of_c | {'imported': {'x:y': '1', 'x:z': '1'}}
+    provenance_of_b = provenance_of_c | {
         'git': {'commit': 'f' * 40, 'dirty': True},
         'versions': {'jax': '0.12.0'},
         'imported': {'x:y': '2', 'x:z': '1'},
     }
-    records = three_arms_with_verdict_of_b(provenance=of_b)
-    for record in records:  # the arm c/vo imports nothing from outside
+    records = three_arms_with_verdict_of_b(provenance=provenance_of_b)
+    for record in records:
         if record['variant'] == 'qk/vo':
-            record['provenance'] = of_baseline
-    write_tuned(study_dir, records)
+            record['provenance'] = provenance_of_baseline
+    return records
+
+
+def test_different_or_uncommitted_code_blocks_verdicts(study_dir):
+    """Other code may give other losses, so verdicts are withheld. Other versions are only named."""
+    write_tuned(study_dir, three_arms_of_different_code())
 
     _, decisions, remarks = judge_study(study_dir)
 
-    assert decisions == ALL_WITHHELD
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
+    # The code of each remark, the field of provenance, and whether the remark blocks.
     assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
         ('SOFTWARE_DIFFERS', 'git.commit', True),
         ('SOFTWARE_DIFFERS', 'imported.x:y', True),
         ('UNCOMMITTED_CHANGES', None, True),
         ('SOFTWARE_DIFFERS', 'versions.jax', False),
     ]
-    assert remarks[0].data['values']['f' * 40] == (B,)
+    # The first remark gives the arms of each commit.
+    arms_by_commit = remarks[0].data['values']
+    assert arms_by_commit['f' * 40] == (B,)
 
-    # Accepting the uncommitted changes leaves the other two blocks.
+
+def test_different_or_uncommitted_code_is_accepted_with_a_reason(study_dir):
+    """A person accepts a problem in the ledger, a log of the study. Its remark then blocks nothing.
+
+    There are four remarks: three that block, and one on versions.
+    """
+    write_tuned(study_dir, three_arms_of_different_code())
+
+    # Accepting the uncommitted changes leaves two blocks: the commits and the imported module.
     ledger.accept(study_dir, ['uncommitted'], 'a comment only')
     findings, _, remarks = judge_study(study_dir)
     assert len(findings.blocks) == 2
     assert len(remarks) == 4
     assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
 
-    # Accepting the commits leaves none.
+    # Accepting the commits accepts the imported module as well, so no block is left.
     ledger.accept(study_dir, ['commits'], 'a comment only')
     findings, decisions, remarks = judge_study(study_dir)
     assert findings.blocks == ()
     assert len(remarks) == 4
     assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
-    assert decisions == JUDGED
+    assert decisions == {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
 
 
 def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
@@ -519,29 +572,43 @@ def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
-    """All files of the run were replaced, so that they agree; the other arm keeps its verdict."""
+    """A look is a recorded reading of results, with a hash of every run in the ledger.
+
+    A run whose results differ from that hash later on withholds the verdict of its arm.
+    """
+    # First, somebody looks at the results.
     write_tuned(study_dir, three_arms())
     ledger.record_look(study_dir)
-    entries = (study_dir / ledger.NAME).read_text()
+    ledger_after_look = (study_dir / ledger.NAME).read_text()
+
+    # Then all files of b/vo get other losses, so that they agree with each other.
     write_tuned(study_dir, three_arms(losses=BASE + 1))
-    (study_dir / ledger.NAME).write_text(entries)
+    (study_dir / ledger.NAME).write_text(ledger_after_look)
 
     findings, decisions, _ = judge_study(study_dir)
 
-    assert decisions == B_WITHHELD
-    b = findings.arms[1]
+    # c/vo keeps its verdict.
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
+    # The remark names the altered run, and the first look, at which it had other results.
+    _, b, _ = findings.arms
     data = {'run': VERDICT_RUNS['b/vo'], 'look': 1}
     assert b.blocks[-1] == Remark(RemarkCode.ALTERED, data, blocks=True, arm=B)
-    # No further look is recorded.
+
+    # A look at altered results is not recorded.
     assert not ledger.record_look(study_dir)
-    assert (study_dir / ledger.NAME).read_text() == entries
+    assert (study_dir / ledger.NAME).read_text() == ledger_after_look
 
 
 def measured_trial(early=2.0, late=1.8, shuffled=None):
-    """What yardsticks.json has of a trial with a loss of 1.9.
+    """Returns the losses in yardsticks.json of a trial whose mean loss is 1.9 nats/token.
 
-    `early` and `late` are losses in parts of the context; `shuffled` is the loss of a translation
-    whose sources are shuffled.
+    With the defaults, the trial gains 0.2 from its context. A baseline needs 0.1.
+
+    Args:
+        early: The loss at position 4 of the context.
+        late: The loss in the last half of the context.
+        shuffled: The loss of a translation whose source sentences are exchanged with each other.
+            None for other tasks.
     """
     return {
         'seed': 0,
@@ -559,7 +626,7 @@ def ngram_losses(lowest):
     return {'losses': {'val': {'5-gram': 1.0}, 'test': test}}
 
 
-# The yardstick of a translation is three times the BLEU of a word-by-word translation: 15.
+# The yardstick of a translation is 10 more than the BLEU of a word-by-word translation: 15.
 TRANSLATION = {
     'task': 'translation',
     'losses': {},
@@ -603,10 +670,12 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
 
 
 @pytest.mark.parametrize(
+    # What the yardsticks have, the losses of the measured trial, and the BLEU of all arms.
     ('yardsticks', 'trial', 'bleu', 'code', 'data'),
     [
+        # The baseline's loss is above that of the best n-grams, 5-grams.
         pytest.param(
-            ngram_losses(MEAN_TEST_LOSS - 1e-6),
+            ngram_losses(lowest=MEAN_TEST_LOSS - 1e-6),
             measured_trial(),
             None,
             RemarkCode.BELOW_YARDSTICK,
@@ -614,11 +683,12 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
                 'split': 'test',
                 'loss': MEAN_TEST_LOSS,
                 'name': '5-gram',
-                'tokens': 307200,
+                'tokens': 307200,  # in which n-grams are counted
                 'yardstick': MEAN_TEST_LOSS,
             },
             id='worse than n-grams',
         ),
+        # Yardsticks belong to the verdict run.
         pytest.param(
             {'run': SCREENING_OF_BASELINE},
             measured_trial(),
@@ -627,6 +697,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {},
             id='the yardstick is that of another run',
         ),
+        # The gain is early - late, 1e-6 less than 0.1.
         pytest.param(
             {},
             measured_trial(early=2.0, late=1.9 + 1e-6),
@@ -635,12 +706,13 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {'gain': 0.1, 'needed': 0.1},
             id='hardly uses its context',
         ),
+        # A translation needs 10 more than the BLEU of a word-by-word translation, 5.
         pytest.param(
             TRANSLATION,
             measured_trial(),
             14.9,
             RemarkCode.LOW_BLEU,
-            {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0},
+            {'bleu': 14.9, 'word_by_word': 5.0, 'needed': 5.0 + 10.0},
             id='a bad translation',
         ),
         pytest.param(
@@ -648,17 +720,19 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             measured_trial(),
             None,
             RemarkCode.LOW_BLEU,
-            {'bleu': None, 'word_by_word': 5.0, 'needed': 15.0},
+            {'bleu': None, 'word_by_word': 5.0, 'needed': 5.0 + 10.0},
             id='a translation without BLEU',
         ),
+        # With exchanged sources, the loss of 1.9 rises by 1e-6 less than 0.5.
         pytest.param(
             TRANSLATION,
-            measured_trial(shuffled=2.4 - 1e-6),
+            measured_trial(shuffled=1.9 + 0.5 - 1e-6),
             20.0,
             RemarkCode.SOURCES_UNUSED,
             {'cost': 0.5, 'needed': 0.5},
             id='hardly uses its sources',
         ),
+        # Yardsticks of masked texts and of translations have definition 2.
         pytest.param(
             {'task': 'masked', 'definition': 1},
             measured_trial(),
@@ -667,6 +741,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {},
             id='an outdated definition of masked text',
         ),
+        # A record without this field has definition 1.
         pytest.param(
             {'task': 'translation'},
             measured_trial(),
@@ -680,9 +755,13 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
 def test_a_baseline_short_of_a_yardstick_withholds_every_verdict(
     study_dir, yardsticks, trial, bleu, code, data
 ):
+    """A yardstick is what a simple model of counts reaches. A trained baseline has to beat it.
+
+    Otherwise the baseline has learned too little to compare other arms with it.
+    """
     _, decisions, remarks = judge_with_yardsticks(study_dir, yardsticks, trial, bleu)
 
-    assert decisions == ALL_WITHHELD
+    assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
     (remark,) = [remark for remark in remarks if remark.blocks]
     assert remark.code is code
     assert remark.arm == BASELINE
@@ -692,30 +771,39 @@ def test_a_baseline_short_of_a_yardstick_withholds_every_verdict(
 
 
 def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
-    """The arm and its control end above the yardstick; the baseline beats it.
+    """Only the baseline has to beat the yardstick, a loss of n-grams.
 
-    The remarks on them block nothing: the arm keeps its difference and its verdict.
+    An arm that does not beat it gets a remark, and keeps its difference and its verdict.
     """
+    # Above the baseline's loss, the yardstick is 0.5, b/vo is 1.0 and its control 2.0.
     yardstick = MEAN_TEST_LOSS + 0.5
-    control = B._replace(control='equal_shape')
     records = [
         *three_arms(losses=BASE + 1.0),
         *tuned_arm('b/vo', losses=list(BASE + 2.0), control='equal_shape'),
     ]
-    write_tuned(study_dir, records, yardsticks=ngram_losses(yardstick))
+    write_tuned(study_dir, records, yardsticks=ngram_losses(lowest=yardstick))
 
     findings, decisions, remarks = judge_study(study_dir)
 
     for remark in remarks:
         assert remark.code is RemarkCode.ARM_BELOW_YARDSTICK
+    control_of_b = B._replace(control='equal_shape')
     yardstick_of_arm = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
-    assert yardstick_of_arm == pytest.approx({B: yardstick, control: yardstick})
+    assert yardstick_of_arm == pytest.approx({B: yardstick, control_of_b: yardstick})
+
+    # The arms that are marked in tables.
+    marked_arms = {arm.key for arm in findings.every_arm if arm.shortfalls}
+    assert marked_arms == {B, control_of_b}
+
+    # b/vo is judged all the same.
     assert decisions['b/vo'] is Decision.WORSE
-    assert {arm.key for arm in findings.every_arm if arm.shortfalls} == {B, control}
 
 
 def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
-    """Only the baseline must reach a BLEU of 15; an arm gets a remark."""
+    """Only the baseline has to reach the yardstick; an arm below it gets a remark.
+
+    The yardstick of a translation is 10 more than the BLEU of a word-by-word translation, 5.
+    """
     records = three_arms()
     for record in records:
         bleu = 14.9 if record['variant'] == 'b/vo' else 15.1
@@ -724,9 +812,10 @@ def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
 
     _, decisions, (remark,) = judge_study(study_dir)
 
-    assert decisions == JUDGED
-    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, arm=B)
-    assert remark.data == pytest.approx({'bleu': 14.9, 'word_by_word': 5.0, 'needed': 15.0})
+    # The remark does not block: both arms have the verdict of their losses.
+    assert decisions == {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
+    assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, blocks=False, arm=B)
+    assert remark.data == pytest.approx({'bleu': 14.9, 'word_by_word': 5.0, 'needed': 5.0 + 10.0})
 
 
 def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
@@ -739,30 +828,43 @@ def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
     assert remarks == [Remark(RemarkCode.NO_YARDSTICK, {}, blocks=True, arm=None)]
 
 
-@pytest.mark.parametrize(
-    ('variant', 'withheld'),
-    [
-        ('b/vo', ['b/vo']),
-        # Every arm is compared with the baseline.
-        ('qk/vo', ['b/vo', 'c/vo', 'd/vo']),
-    ],
-)
-def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, withheld, study_dir):
+def four_arms_with_two_seeds_far_above(variant):
+    """Returns records of four arms. In one of them, two of eight seeds end 2 nats/token higher."""
     records = three_arms() + tuned_arm('d/vo', losses=list(BASE + 0.06))
-    # Two of eight seeds end 2 nats higher.
     for record in records:
         if record['variant'] == variant and record['trial']['seed'] in (0, 1):
             record['test_loss'] += 2.0
-    write_tuned(study_dir, records)
+    return records
+
+
+@pytest.mark.parametrize(
+    ('variant', 'withheld'),
+    [
+        pytest.param('b/vo', ['b/vo'], id='an arm'),
+        # Every arm is compared with the baseline.
+        pytest.param('qk/vo', ['b/vo', 'c/vo', 'd/vo'], id='the baseline'),
+    ],
+)
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, withheld, study_dir):
+    """The losses of an arm may spread over seeds three times as much as those of the other arms.
+
+    A larger spread withholds the verdict of the arm.
+    """
+    write_tuned(study_dir, four_arms_with_two_seeds_far_above(variant))
 
     _, decisions, remarks = judge_study(study_dir)
 
     (remark,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
     assert remark.arm.variant == variant
+    # The standard deviation over seeds, and the median of that of the other arms.
     assert remark.data['sd'] > 3 * remark.data['usual']
     assert [v for v, d in decisions.items() if d is Decision.NO_VERDICT] == withheld
 
-    # In a study of two arms, the verdict is withheld as well.
+
+@pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_two_arms(variant, study_dir):
+    """With two arms, each arm is compared with the spread of the other one."""
+    records = four_arms_with_two_seeds_far_above(variant)
     two_arms = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
-    write_tuned(study_dir / 'two', two_arms)
-    assert judge_study(study_dir / 'two').decisions == {'b/vo': Decision.NO_VERDICT}
+    write_tuned(study_dir, two_arms)
+    assert judge_study(study_dir).decisions == {'b/vo': Decision.NO_VERDICT}
