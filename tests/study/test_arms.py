@@ -210,6 +210,10 @@ def test_a_wrong_study_with_tuning_is_refused(fields, message):
 
 
 def test_a_variant_from_outside_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
+    """A variant has a score, which compares queries with keys, and a value. Both may be imported.
+
+    The score Keyless cannot be created with a random key, so the study is refused by name.
+    """
     source = """
 from qkattn.attention.scores.qk import QK
 
@@ -221,6 +225,7 @@ class Keyless(QK):
     monkeypatch.syspath_prepend(tmp_path)
     study = study_with(UNTUNED, variants=('qk/vo', 'keyless:Keyless/vo'))
 
+    # Scores are created with an argument `key` as well.
     with refused("variants='keyless:Keyless/vo' fails, TypeError in .* argument 'key'"):
         build_arms(study)
 
@@ -233,15 +238,21 @@ def lines_of_match_error(study):
 
 
 def test_each_variant_that_no_model_matches_is_named():
+    """Arms are widened until they have as many parameters as the baseline, up to a tolerance.
+
+    Without `fill`, d_ff does not make up for the rest, so no width is near enough.
+    """
     study = dataclasses.replace(
         UNTUNED,
         variants=('qk/vo', 'shared_qk/vo', 'qk/no_v'),
         sizes=('d_model=64',),
+        tolerance=0.001,
         fill=None,
     )
 
     lines = lines_of_match_error(study)
 
+    # A line for each variant but the baseline, with its nearest sizes and a remedy.
     assert len(lines) == 3
     assert lines[0].startswith("variant 'shared_qk/vo' reaches ")
     assert lines[1].startswith("variant 'qk/no_v' reaches ")
@@ -271,6 +282,11 @@ def values_of_flag(line, name):
 
 
 def test_sizes_that_all_arms_fit_are_offered():
+    """The error of a study whose arms cannot all be matched offers settings that fit them all.
+
+    ROTARY compares four variants at d_model=96. With rotary positions and four heads, d_model moves
+    in steps of 8. For two of the variants, no such d_model is near the baseline's parameters.
+    """
     reason, offer = lines_of_match_error(ROTARY)
 
     assert reason == (
@@ -281,20 +297,24 @@ def test_sizes_that_all_arms_fit_are_offered():
     )
     assert offer.startswith('all arms match with ')
 
-    # Each offered setting matches all four arms.
+    # The offer has two other sizes, as flags. With either of them, all four arms can be built.
     offered_sizes = values_of_flag(offer, 'sizes')
     assert offered_sizes == [('d_model=104',), ('d_model=112',)]
     for sizes in offered_sizes:
         arms = build_arms(dataclasses.replace(ROTARY, sizes=sizes))
         assert len(arms) == 4
 
-    offered_destinations = values_of_flag(offer, 'destinations')
-    assert len(offered_destinations) == 1
-    arms = build_arms(dataclasses.replace(ROTARY, destinations=offered_destinations[0]))
+    # It also has another destination, a dimension that grows in place of d_model.
+    (destinations,) = values_of_flag(offer, 'destinations')
+    arms = build_arms(dataclasses.replace(ROTARY, destinations=destinations))
     assert len(arms) == 4
 
 
 def test_a_size_that_fits_stays_among_the_offered_sizes():
+    """Of two sizes, one fits all variants that can be built. Only the other one is replaced.
+
+    The variant merged/vo cannot be built with rotary positions at any size.
+    """
     study = study_with(
         ROTARY,
         variants=('qk/vo', 'shared_qk/vo', 'qk/no_v', 'merged/vo'),
@@ -303,19 +323,23 @@ def test_a_size_that_fits_stays_among_the_offered_sizes():
 
     lines = lines_of_match_error(study)
 
-    # merged/vo cannot be built with rotary positions; the second size is wrong for qk/no_v.
+    # The second size is too coarse for qk/no_v.
     assert lines[0].startswith("variant 'merged/vo' at 'd_model=104' cannot be built: ")
     assert lines[1].startswith("variant 'qk/no_v' at 'd_model=96&num_layers=1' is -6.80")
 
-    # The last line offers sizes that fit the other three variants; the first size stays.
+    # The last line offers pairs of sizes, and no other destination.
     offer = lines[-1]
     assert offer.startswith("all arms but 'merged/vo' match with ")
     assert values_of_flag(offer, 'destinations') == []
+    without_merged = dataclasses.replace(study, variants=study.variants[:-1])
     for sizes in values_of_flag(offer, 'sizes'):
+        # The first size stays. The second one has another d_model.
         assert sizes[0] == 'd_model=104'
         assert sizes[1].endswith('&num_layers=1')
-        without_merged = dataclasses.replace(study, sizes=sizes, variants=study.variants[:-1])
-        assert len(build_arms(without_merged)) == 6
+
+        # Three variants at two sizes can be built.
+        arms = build_arms(dataclasses.replace(without_merged, sizes=sizes))
+        assert len(arms) == 3 * 2
 
 
 def test_the_destination_d_ff_is_named_where_it_alone_matches_all_arms():
@@ -353,16 +377,23 @@ def arm_of(arms, variant, control=None):
 
 
 def test_a_cheaper_variant_is_also_an_arm_at_the_same_shape(saving_arms):
-    """merged/vo has more parameters than the baseline, so it is no arm at the same shape."""
+    """A variant is resized to the baseline's parameters, once for each destination.
+
+    The destinations are the dimensions that change: d_model and d_ff. A variant with fewer
+    parameters than the baseline is also an arm with the baseline's widths, 'equal_shape'.
+    """
     keys = [(arm.key.variant, arm.key.control) for arm in saving_arms]
 
     assert keys == [
-        ('qk/vo', None),
+        ('qk/vo', None),  # the baseline
+        # qk/no_o lacks the output matrix, so it is cheaper.
         ('qk/no_o [d_model]', None),
         ('qk/no_o [d_ff]', None),
         ('qk/no_o', 'equal_shape'),
+        # merged/vo has more parameters than the baseline.
         ('merged/vo [d_model]', None),
         ('merged/vo [d_ff]', None),
+        # A single key/value head and a narrow MLP are cheaper.
         ('qk/vo?num_kv_heads=1&d_ff=200 [d_model]', None),
         ('qk/vo?num_kv_heads=1&d_ff=200 [d_ff]', None),
         ('qk/vo?num_kv_heads=1&d_ff=200', 'equal_shape'),
@@ -370,18 +401,19 @@ def test_a_cheaper_variant_is_also_an_arm_at_the_same_shape(saving_arms):
 
 
 def test_a_control_at_the_same_shape_has_the_sizes_of_the_baseline(saving_arms):
+    """The variant qk/no_o lacks the output matrix. Its control keeps the baseline's widths."""
     baseline = arm_of(saving_arms, 'qk/vo')
     control = arm_of(saving_arms, 'qk/no_o', control='equal_shape')
 
     for field in ('d_model', 'mlp_width', 'num_heads', 'num_layers'):
         assert getattr(control.model, field) == getattr(baseline.model, field)
 
-    # It has fewer parameters, as nothing grows by what the variant saves.
+    # No dimension grows by what the variant saves, so the control has fewer parameters.
+    assert control.destination is None
     parameters = cost.count(control.model)['total']
     target = cost.count(baseline.model)['total']
     residual = parameters / target - 1
     assert residual < -0.05
-    assert control.destination is None
     assert control.residual == pytest.approx(residual)
 
 
@@ -393,9 +425,12 @@ def test_a_control_at_the_same_shape_keeps_its_own_d_ff(saving_arms):
 def test_the_table_of_arms_states_the_cost_that_is_equal(saving_arms):
     baseline = saving_arms[0]
 
-    lines = arms_table(saving_arms, 'total').splitlines()
+    lines = arms_table(saving_arms, matched_cost='total').splitlines()
 
+    # The cost 'total' is the number of all parameters.
     assert lines[0] == 'equal: parameters'
+
+    # Below the titles and a line, the first row is the baseline's, which is its own target.
     words_of_baseline = lines[3].split()
     parameters = cost.count(baseline.model)['total']
     assert 'qk/vo' in words_of_baseline
@@ -457,34 +492,19 @@ QUICK = OTHER_SHAPES[::2]
 OTHERS = OTHER_SHAPES[1::2] + EVERY_VARIANT
 
 
-@pytest.mark.parametrize(('base', 'which', 'variant'), QUICK + mostly_slow(OTHERS, every=12))
-def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, variant):
-    """d_model moves towards the target in whole heads, and d_ff keeps its ratio to d_model.
+def assert_only_widths_differ(matched, config, base):
+    """Asserts that matching has changed d_model and d_ff alone, and the head size if necessary.
 
-    tests/test_results.py compares the widths with those of trained studies.
+    Args:
+        matched: The matched config.
+        config: The config of the variant before matching.
+        base: The config of the baseline.
     """
-    target = cost.measured(base, which)
-    config = dataclasses.replace(base, **variant)
-    if f'{config.score}/{config.value}' in REFUSED:
-        with pytest.raises(MatchError, match='so d_ff would absorb it all|power of two'):
-            match(config, target, which=which)
-        return
+    # Head sizes move in steps of 1, and of 2 with rotary positions.
+    head_step = 2 if base.positions == 'rope' else 1
 
-    matched = match(config, target, which=which)
+    # The head size is d_model / num_heads, rounded where heads do not divide d_model.
     d_model = matched.d_model
-
-    # The costs are equal.
-    assert abs(cost.measured(matched, which) / target - 1) <= 1e-3
-
-    # A variant that saves parameters becomes wider, one that costs some narrower.
-    saved = target - cost.measured(config, which)
-    if saved > 0:
-        assert d_model >= base.d_model
-    if saved < 0:
-        assert d_model <= base.d_model
-
-    # Nothing else changes; the head size is set where heads do not divide d_model.
-    head_step = 2 if base.positions == 'rope' else 1  # rotary positions need an even head size
     head_size = config.head_size
     if head_size is None and d_model % (head_step * base.num_heads) != 0:
         head_size = head_step * round(d_model / base.num_heads / head_step)
@@ -492,9 +512,45 @@ def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, varia
         config, d_model=d_model, d_ff=matched.d_ff, head_size=head_size
     )
 
-    # d_ff keeps its ratio but for the rounding residual, at most half a step of the heads.
+    # d_ff keeps its ratio to d_model. It also makes up for at most half a step of the heads.
     d_ff_at_ratio = base.mlp_width / base.d_model * d_model
     assert abs(matched.d_ff - d_ff_at_ratio) < 0.2 * head_step * d_model + 0.5
+
+
+@pytest.mark.parametrize(('base', 'which', 'variant'), QUICK + mostly_slow(OTHERS, every=12))
+def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, variant):
+    """A variant gets the d_model at which it costs as much as the baseline.
+
+    d_ff keeps its ratio to d_model. tests/test_results.py compares the widths with those of trained
+    studies.
+
+    Args:
+        base: Config of the baseline.
+        which: The cost that is equal: 'total' or 'non_embedding' parameters.
+        variant: Fields of the config that differ in the variant, such as its score.
+    """
+    target = cost.measured(base, which)
+    config = dataclasses.replace(base, **variant)
+    # REFUSED lists the variants that no d_model matches.
+    if f'{config.score}/{config.value}' in REFUSED:
+        with pytest.raises(MatchError, match='so d_ff would absorb it all|power of two'):
+            match(config, target, which=which)
+        return
+
+    matched = match(config, target, which=which)
+
+    # The costs are equal up to the tolerance.
+    tolerance = 1e-3
+    assert abs(cost.measured(matched, which) / target - 1) <= tolerance
+
+    # A variant that saves parameters becomes wider, one that costs some narrower.
+    saved = target - cost.measured(config, which)
+    if saved > 0:
+        assert matched.d_model >= base.d_model
+    if saved < 0:
+        assert matched.d_model <= base.d_model
+
+    assert_only_widths_differ(matched, config, base)
 
 
 def match_to_baseline(baseline, variant, destination, which='total', **options):

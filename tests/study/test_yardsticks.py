@@ -34,7 +34,11 @@ class RecordedStudy(NamedTuple):
 
 @pytest.fixture
 def study(small_run, tmp_path):
-    """A study directory with one finished verdict run, 'a', and the config of the run."""
+    """Prepares the directory of a study with one finished verdict run, 'a', in runs/a.
+
+    The run is a small language model with a trial for each of the seeds 0 and 1, and a checkpoint.
+    It is a run of the baseline. Returns the path of the study and the config of the run.
+    """
     config = small_run.config
     shutil.copytree(small_run.path, tmp_path / 'runs/a')
     results = read_json(small_run.path / 'result.json', [{}])
@@ -77,47 +81,69 @@ def text_of(batches):
     return np.concatenate(rows)
 
 
-def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
-    assert yardsticks.record(study.path) == []
+def test_a_group_says_which_run_and_which_tokens_it_is_of(study):
+    """A group is an entry of yardsticks.json for one size, corpus and length of training.
 
-    num_steps = 12
-    batch_size = 8
-    context = 16
-    num_tokens = num_steps * batch_size * context
+    Yardsticks are the losses of n-grams, which the baseline has to beat.
+    """
+    problems = yardsticks.record(study.path)
+
+    assert problems == []
     (group,) = recorded_yardsticks(study.path)['groups']
     assert group['run'] == 'a'
     assert group['size'] == 'd_model=32'
     assert group['longer'] is False
     assert group['task'] == 'language'
     assert group['definition'] == 1
+
+    # n-grams are counted in as many tokens as a trial is trained on.
+    num_steps = 12
+    batch_size = 8
+    context = 16
+    num_tokens = num_steps * batch_size * context
     assert group['seen'] == num_tokens
     assert group['tokens'] == num_tokens
 
-    # The same counts, from the rows of the 12 steps of seed 0.
+
+def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
+    """n-grams are counted in the rows of the run's 12 training steps, drawn with the first seed."""
+    problems = yardsticks.record(study.path)
+
+    assert problems == []
+    (group,) = recorded_yardsticks(study.path)['groups']
+
+    # Count the same n-grams here. The test split is evaluated on 8 rows.
+    batch_size = 8
     rows = rows_of(study.config)
-    steps = [
-        pipeline.train_batch(rows, seed=0, step=step, batch_size=batch_size)
-        for step in range(num_steps)
+    training_batches = [
+        pipeline.train_batch(rows, seed=0, step=step, batch_size=batch_size) for step in range(12)
     ]
-    evaluation = pipeline.eval_batches(rows, 'test', batch_size=batch_size, max_rows=8)
+    test_batches = pipeline.eval_batches(rows, 'test', batch_size=batch_size, max_rows=8)
     max_order = 6
-    contexts_KN, targets_N = ngrams.preceding(text_of(steps), max_order - 1)
-    evaluated = ngrams.preceding(text_of(evaluation), max_order - 1)
+    # An n-gram of order 6 is a target with its 5 preceding tokens.
+    contexts_KN, targets_N = ngrams.preceding(text_of(training_batches), max_order - 1)
+    evaluated = ngrams.preceding(text_of(test_batches), max_order - 1)
     (nats_OM,) = ngrams.losses(contexts_KN, targets_N, [evaluated], rows.vocab_size)
+
+    # Row 0 has the losses of order 1.
     expected = {f'{order}-gram': nats_OM[order - 1].mean() for order in range(1, max_order + 1)}
     assert group['losses']['test'] == pytest.approx(expected)
 
 
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
-    assert yardsticks.record(study.path) == []
+    """Yardsticks also have losses of each trial of a verdict run, measured from its checkpoint."""
+    problems = yardsticks.record(study.path)
 
+    assert problems == []
     (run,) = recorded_yardsticks(study.path)['runs']
     results = read_lines(study.path / 'results.jsonl')
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
         assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
+        # The losses early and late in the context.
         assert trial['early'] > 0
         assert trial['late'] > 0
+        # Only a translation has a loss with shuffled sources.
         assert trial['shuffled'] is None
 
 
@@ -149,25 +175,41 @@ def test_checkpoints_outside_the_study_are_not_read(study):
 
 
 def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypatch):
+    """A second recording measures nothing that yardsticks.json already has."""
     yardsticks.record(study.path)
-    before = (study.path / YARDSTICKS).read_bytes()
+    first_recording = (study.path / YARDSTICKS).read_bytes()
     shutil.rmtree(study.path / 'runs')
 
-    # Nothing is measured again.
-    with monkeypatch.context() as patch:
-        patch.setattr(yardsticks, '_measure_group', None)
-        assert yardsticks.record(study.path) == []
-    assert (study.path / YARDSTICKS).read_bytes() == before
+    # A measurement would call None.
+    monkeypatch.setattr(yardsticks, '_measure_group', None)
+    problems = yardsticks.record(study.path)
 
-    # Without the record either, counts alone are recorded.
-    (study.path / YARDSTICKS).unlink()
-    assert yardsticks.record(study.path) == []
+    assert problems == []
+    assert (study.path / YARDSTICKS).read_bytes() == first_recording
+
+
+def test_without_checkpoints_only_counts_are_recorded(study):
+    """n-grams are counted in the data. The losses of trials need the checkpoint of their run."""
+    shutil.rmtree(study.path / 'runs')
+
+    problems = yardsticks.record(study.path)
+
+    assert problems == []
     recorded = recorded_yardsticks(study.path)
     assert recorded['groups'][0]['losses']['test']
-    assert recorded['start']['git']
     assert recorded['runs'] == [
-        {'run': 'a', **ARM, 'trials': None, 'why': 'it has no checkpoint'},
+        {
+            'run': 'a',
+            'variant': 'qk/vo',
+            'size': 'd_model=32',
+            'corpus': 'stdlib',
+            'control': None,
+            'trials': None,
+            'why': 'it has no checkpoint',
+        },
     ]
+    # The record names the commit that measured.
+    assert recorded['start']['git']
 
 
 def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
@@ -180,16 +222,20 @@ def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
 
 
 def test_a_checkpoint_of_another_training_is_not_measured(study):
+    """The losses of a checkpoint are recorded only if it fits the results of its run.
+
+    A run without recorded losses is tried again at the next recording.
+    """
     results = read_lines(study.path / 'results.jsonl')
 
-    # The checkpoint has another loss than the result.
+    # The result names a loss far below that of the small model.
     change_results(study.path, test_loss=1.0)
     assert yardsticks.record(study.path) == []
     (run,) = recorded_yardsticks(study.path)['runs']
     assert run['trials'] is None
     assert run['why'].endswith(', its result 1.0000')
 
-    # The checkpoint has more trials than the results.
+    # The checkpoint has two trials, of which one has a result.
     write_lines(study.path / 'results.jsonl', results[:1])
     assert yardsticks.record(study.path) == []
     (run,) = recorded_yardsticks(study.path)['runs']
@@ -247,21 +293,32 @@ def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
 
 
 def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
+    """A task is what is predicted in a text. One from outside is named by its import path.
+
+    The task Ahead predicts a token at a distance. Its yardstick is the loss of a model that knows
+    how frequent each token is.
+    """
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
 
     group = yardsticks._measure_group(config, {'data': rows.identity()})
 
     assert group['task'] == 'ahead'
-    assert group['definition'] == 1
-    assert group['tokens'] is None
     assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
+    # The task does not say in how many tokens it counts.
+    assert group['tokens'] is None
+    # Tasks from outside always have definition 1.
+    assert group['definition'] == 1
     assert is_current(group)
 
 
 @pytest.fixture
 def wrong_tasks(outside):
-    """A module `wrong_tasks` of two tasks whose yardsticks have another form."""
+    """Writes a module `wrong_tasks` with two tasks whose yardsticks are not as they have to be.
+
+    A task has to return Yardsticks, with losses by the prefix of a split, 'val' or 'test'.
+    NoYardsticks returns a dict. NoPrefix has losses of 'validation'.
+    """
     ahead = (outside / 'ahead.py').read_text()
     classes = """
 class NoYardsticks(Ahead):
@@ -298,12 +355,16 @@ def test_yardsticks_of_another_form_are_refused(tiny, wrong_tasks, task, message
 
 @pytest.mark.slow
 def test_a_translation_is_compared_with_word_by_word_translation():
+    """The yardstick of a translation is the BLEU that a word-by-word translation reaches.
+
+    It uses a dictionary (IBM model 1), which is learned from the sentence pairs of training.
+    """
     config = translator('smoke')
     rows = rows_of(config)
 
     group = yardsticks._measure_group(config, {'data': data_in_results(rows)})
 
-    # A dictionary is learned from the pairs of training, and translates the test sources.
+    # Learn the dictionary from texts; `decode` turns token IDs into text.
     decode = rows.pairs.source.tokenizer.decode
     train_sources, train_targets = rows.pairs.sentences('train')
     train_pairs = [
@@ -311,32 +372,39 @@ def test_a_translation_is_compared_with_word_by_word_translation():
         for source, target in zip(train_sources, train_targets, strict=True)
     ]
     dictionary = ibm1.fit(train_pairs)
+
+    # Translate as many test sentences as the config evaluates.
     sources, references = rows.pairs.sentences('test')
     max_sources = config.decode.max_sources
     translations = [dictionary.translate(decode(source)) for source in sources[:max_sources]]
     references = [decode(reference) for reference in references[:max_sources]]
     bleu = translation_scores(translations, references)['bleu']
     assert bleu > 0
+
     assert group['task'] == 'translation'
     assert group['definition'] == 2
     assert group['bleu']['test'] == pytest.approx(bleu)
 
 
 def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
-    """Where its data are missing, it is kept, and a problem says that it is outdated."""
+    """Each recorded group has the version of its definition, 1 for language models.
+
+    A group of an earlier version is measured again where the data of the study are present.
+    """
+    # A group is recorded, and then the definition changes.
     yardsticks.record(study.path)
     before = recorded_yardsticks(study.path)
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
 
-    # Results name other data than this machine has: nothing is recorded.
+    # This machine has other data than the results name, so the group stays as it is.
     results = read_lines(study.path / 'results.jsonl')
     change_data(study.path)
     (problem,) = yardsticks.record(study.path)
     assert 'other data on this machine' in problem
     assert recorded_yardsticks(study.path) == before
 
-    # With the right data, the group is recorded by its new definition.
+    # With the right data, the group is measured again. The counts are the same.
     write_lines(study.path / 'results.jsonl', results)
     assert yardsticks.record(study.path) == []
     after = recorded_yardsticks(study.path)
@@ -345,24 +413,29 @@ def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    # The loss at a position is its number, from 0.
     ('context', 'loss', 'early', 'late'),
     [
-        # Positions 0 to 16: the mean of all, the fourth, and the mean of the last half.
+        # The mean of 0 to 16, the fourth position, and the mean of the last half, 8 to 16.
         pytest.param(17, 8, 3, 12, id='long'),
-        # Positions 0 to 6 are too few to have an early and a late part.
+        # The mean of 0 to 6. The first half has three positions, so there is no fourth one.
         pytest.param(7, 3, None, None, id='short'),
     ],
 )
 def test_early_and_late_losses_are_means_over_parts_of_the_context(
     tiny, monkeypatch, context, loss, early, late
 ):
+    """`early` is the loss at the fourth position, `late` that of the last half of the context."""
+
     def loss_is_position(params, batch):
+        """Replaces the model: the loss of every target is its position. There is one trial."""
         return {'nats_BT': (batch['loss_weights_BT'] * np.arange(context))[None]}
 
     monkeypatch.setattr(yardsticks, 'stack_program', lambda *_: loss_is_position)
     config = tiny(model={'context': context})
+    any_params = {'w': np.zeros(1)}
 
-    (trial,) = yardsticks._measure_trials(config, rows_of(config), {'w': np.zeros(1)})
+    (trial,) = yardsticks._measure_trials(config, rows_of(config), any_params)
 
     assert trial['loss'] == pytest.approx(loss)
     assert trial['early'] == pytest.approx(early)
