@@ -47,25 +47,35 @@ print('no end of line', end='')
 
 
 def run_two_workers(behaviour, path) -> None:
-    """Runs a parent of two workers, each of which runs WORKER; called in a process of its own."""
+    """Runs the parent of two workers, in a process of its own, and exits with its exit code.
+
+    Each worker runs the program WORKER, which trains nothing. A machine with room for two workers
+    and a study with two runs left are made up.
+
+    Args:
+        behaviour: What the workers do: 'crash' (worker 0 alone), 'refuse' (the study),
+            'wait for SIGTERM' or 'wait for SIGKILL'.
+        path: Directory of the study. All output goes to the file `errors` there.
+    """
     # Standard output (1) and standard error (2) go to a file.
     log = os.open(path / 'errors', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    # Child 0 and child 1 run WORKER with their numbers.
+    # The first child gets the number 0 as its last argument, the second one 1.
     numbers = itertools.count()
     make_child = children.Child
 
     def make_numbered_child(command, *arguments):
+        """Replaces children.Child: starts the command with one more argument, a number."""
         return make_child([*command, str(next(numbers))], *arguments)
 
     children.Child = make_numbered_child
     local_workers.COMMAND = [sys.executable, '-c', WORKER, behaviour, str(path)]
     os.environ['PYTHONPATH'] = str(ROOT)
 
-    # Two runs are left until a worker is done.
     def runs_without_result(study, arms, path):
+        """Replaces the plan of the study: two runs are left until a worker is done."""
         if (path / 'done').exists():
             return []
         return [types.SimpleNamespace(config=0), types.SimpleNamespace(config=1)]
@@ -92,18 +102,19 @@ def test_a_process_that_cannot_be_started_leaves_no_signal_blocked():
 
 
 def test_a_worker_is_started_without_a_warning():
+    """A worker is started by a process that has used JAX, which warns if it is forked."""
     source = """
 import jax, sys
 from qkattn.jobs.children import Child
 
 jax.devices()  # after which JAX warns of forks
-Child([sys.executable, '-c', ''], [0], {}).close()
+Child([sys.executable, '-c', ''], [0], {}).close()  # runs an empty program
 """
-    started = subprocess.run(
+    parent = subprocess.run(
         [sys.executable, '-c', source], cwd=ROOT, capture_output=True, text=True
     )
-    assert started.returncode == 0
-    assert started.stderr == ''
+    assert parent.returncode == 0
+    assert parent.stderr == ''
 
 
 def pids_of_workers(path) -> list[int]:
@@ -119,16 +130,29 @@ def wait_until_no_worker_is_running(path) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in pids_of_workers(path)))
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
-def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path):
+def start_parents(directory, behaviours) -> dict:
+    """Starts a parent of two workers for each behaviour, and returns the processes.
+
+    The directory of a parent has the name of its behaviour.
+    """
     parents = {}
-    for behaviour in ('crash', 'refuse', 'wait for SIGTERM', 'wait for SIGKILL'):
-        path = tmp_path / behaviour
+    for behaviour in behaviours:
+        path = directory / behaviour
         path.mkdir()
         parents[behaviour] = FORKS.Process(target=run_two_workers, args=(behaviour, path))
         parents[behaviour].start()
+    return parents
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
+def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path):
+    """The parent of a study's workers reports how they ended, by its exit code and its output.
+
+    Four parents run side by side, each with two workers: 0 and 1.
+    """
+    parents = start_parents(tmp_path, ['crash', 'refuse', 'wait for SIGTERM', 'wait for SIGKILL'])
     try:
-        # Signals go to the parents alone, and their workers end with them.
+        # A signal goes to the parent alone, and its workers end with it.
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             behaviour = f'wait for {signal_number.name}'
             path = tmp_path / behaviour
@@ -142,32 +166,40 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
         for parent in parents.values():
             parent.kill()
 
+    # Exit code 2 is a wrong setting, 75 asks for another start, and -9 is the signal SIGKILL.
     logs = {behaviour: (tmp_path / behaviour / 'errors').read_text() for behaviour in parents}
     assert parents['crash'].exitcode == 0, logs
     assert parents['refuse'].exitcode == 2, logs
     assert parents['wait for SIGTERM'].exitcode == 75, logs
     assert parents['wait for SIGKILL'].exitcode == -9, logs
 
-    # Worker 0 crashed; worker 1 went on.
+    # Worker 0 crashed. Worker 1 went on, and its last line is printed without an end of line.
     assert '[0] RuntimeError: broken\n' in logs['crash'], logs
     assert 'worker 0 crashed (exit code 1)\n' in logs['crash']
     assert '[1] no end of line\n' in logs['crash']
-    # The reason of a refusal is the last line.
+
+    # The reason of a refusal, which a worker printed, is the last line.
     assert logs['refuse'].splitlines()[-1] == 'd_model=90 is wrong'
+
+    # The workers had time to end before the parent did.
     assert 'and the workers have saved; the same command resumes' in logs['wait for SIGTERM']
 
 
 @pytest.mark.parametrize(
+    # `num_gpus` is 0 without GPUs, and None for an accelerator that cannot be divided.
+    # `max_workers` is the number that the user gives, or None. `free_memory` is in bytes.
     ('num_cores', 'num_gpus', 'max_workers', 'runs_left', 'free_memory', 'expected'),
     [
-        # Without GPUs (0).
+        # The study is tuned, so each of its three arms will have runs.
         pytest.param(2, 0, None, 1, math.inf, 2, id='a run for each of three arms will follow'),
         pytest.param(8, 0, None, 3, math.inf, 3, id='limited by runs'),
         pytest.param(2, 0, 3, 3, math.inf, 2, id='limited by cores'),
-        pytest.param(2, 0, None, 3, 2**31, 1, id='limited by memory'),
-        pytest.param(2, 0, 2, 3, 2**31, 2, id='a given number is not limited by memory'),
+        # A worker takes more than 1 GiB, so 2 GiB are enough for one.
+        pytest.param(2, 0, None, 3, 2 * 2**30, 1, id='limited by memory'),
+        pytest.param(2, 0, 2, 3, 2 * 2**30, 2, id='a given number is not limited by memory'),
         # Each worker takes two GPUs, which is the mesh of the study.
         pytest.param(8, 4, None, 3, math.inf, 2, id='limited by GPUs'),
+        # There is always one worker.
         pytest.param(8, 1, 2, 3, math.inf, 1, id='too few GPUs'),
         pytest.param(1, 8, None, 3, math.inf, 1, id='each worker has a core of its own'),
         pytest.param(8, None, None, 3, math.inf, 1, id='an accelerator that cannot be divided'),
@@ -176,11 +208,15 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
 def test_the_number_of_workers_is_limited_by_the_machine_and_the_runs(
     monkeypatch, num_cores, num_gpus, max_workers, runs_left, free_memory, expected
 ):
+    """Workers share the runs of a study. A worker takes a core, and the GPUs of one model."""
+    # A machine with these cores, GPUs and memory.
     cores = list(range(num_cores))
     gpus = None if num_gpus is None else [str(gpu) for gpu in range(num_gpus)]
     monkeypatch.setattr(machine, 'usable_cores', lambda: cores)
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: gpus)
     monkeypatch.setattr(machine, 'free_memory', lambda: free_memory)
+
+    # A study of three arms, of which the first `runs_left` have a run without results.
     variants = ('qk/vo', 'shared_qk/vo', 'merged/vo')
     study = study_with(variants=variants, mesh={'data': 2})
     arms = build_arms(study)

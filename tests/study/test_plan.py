@@ -75,6 +75,7 @@ def parabola_results(optimum, effect=no_effect):
     """
 
     def results(run):
+        """Returns the result of each trial of a run: its settings, status and losses."""
         trials = []
         for trial in run.config.trials.trials():
             distance = math.log(trial['learning_rate'] / optimum)
@@ -582,9 +583,10 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
     # After the title, a row has the numbers of runs and of trials.
     assert by_stage[4].startswith('longer, if every arm is decided 8 36')
     assert by_stage[5].startswith('total 16 72')
-    # A screening of 6 trials was measured, so a verdict of 3 trials takes half its 100 seconds.
-    # 4 of each take 600 seconds, and 4 times that if trained longer. 16 minutes of compilation
-    # make it 1:06:00. shared_qk/vo has slightly fewer FLOPs, so it is a second faster.
+    # A screening has 6 trials and takes 100 seconds. A verdict has 3 trials and takes 50.
+    # There are 4 of each, and 4 longer ones that take 4 times as long: 3000 seconds in all.
+    # With 16 minutes of compilation, that is 1:06:00. shared_qk/vo has slightly fewer FLOPs than
+    # qk/vo, so the total is a second less.
     assert by_stage[5].endswith(' 1:05:59')
 
 

@@ -67,31 +67,37 @@ def plan_with_directory(packed_study, directory):
 
 
 def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study):
-    before = files_below(study)
-    after = logs_of(packed_study)
-    for name in stored.WHOLE_FILES:
-        after[name] = (packed_study / name).read_bytes()
+    """A packed study has its logs in logs.zip, and three whole files beside it.
 
-    # Documents of screening runs are left out: a digest takes the place of each.
+    Documents of screening runs and training records are left out, as no verdict reads them.
+    """
+    files_before = files_below(study)
+    files_after = logs_of(packed_study)
+    for name in stored.WHOLE_FILES:
+        files_after[name] = (packed_study / name).read_bytes()
+
+    # The SHA-256 of documents.json takes the place of the documents of a screening run.
     left_out = set()
     documents_of_digest = {}
-    for name, content in before.items():
+    for name, content in files_before.items():
         if 'screening' in name and name.endswith('documents.json'):
             left_out.add(name)
             digest_name = name.replace('documents.json', ledger.DOCUMENTS_SHA256)
             documents_of_digest[digest_name] = content
     assert left_out
-    kept = before.keys() - left_out
-    assert after.keys() == kept | documents_of_digest.keys()
     for digest_name, documents in documents_of_digest.items():
-        digest = after[digest_name].decode().strip()
+        digest = files_after[digest_name].decode().strip()
         assert digest == hashlib.sha256(documents).hexdigest()
 
-    # Every other file is kept, but for the lines of training steps.
-    for name in kept:
-        lines = before[name].splitlines(keepends=True)
-        kept_lines = [line for line in lines if not ledger.is_training(line)]
-        assert after[name] == b''.join(kept_lines)
+    # No other file is left out or added.
+    packed_names = files_before.keys() - left_out
+    assert files_after.keys() == packed_names | documents_of_digest.keys()
+
+    # These files lack only the lines with training records.
+    for name in packed_names:
+        lines = files_before[name].splitlines(keepends=True)
+        packed_lines = [line for line in lines if not ledger.is_training(line)]
+        assert files_after[name] == b''.join(packed_lines)
 
 
 def test_the_digests_of_a_ledger_are_those_of_the_working_directory(study, packed_study):
@@ -106,6 +112,8 @@ def test_a_stored_study_is_stored_again_with_the_same_bytes(packed_study, tmp_pa
 
 
 def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypatch):
+    """The files in logs.zip are read in memory. They are not unpacked, here or elsewhere."""
+    # Temporary files would be written to an empty directory.
     temporary = tmp_path / 'tmp'
     temporary.mkdir()
     monkeypatch.setenv('TMPDIR', str(temporary))
@@ -119,25 +127,32 @@ def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypat
 
 
 def test_a_packed_study_becomes_a_working_directory(packed_study):
+    """Unpacking replaces logs.zip by its files, and gives each finished run a result.json."""
     logs = logs_of(packed_study)
 
-    for _ in range(2):  # the second time, nothing is packed
-        stored.unpack_in_place(packed_study)
+    stored.unpack_in_place(packed_study)
 
-        files = files_below(packed_study)
-        assert stored.LOGS not in files
-        for name, content in logs.items():
-            assert files[name] == content
+    unpacked_files = files_below(packed_study)
+    assert 'logs.zip' not in unpacked_files
+    for name, content in logs.items():
+        assert unpacked_files[name] == content
 
-    # Each run has its lines of results.jsonl in a file result.json.
+    # result.json has the results of one run, which results.jsonl has for all runs.
     lines = read_lines(packed_study / 'results.jsonl')
-    expected = [line['val_loss'] for line in lines if line['run'] == RUN]
+    expected_losses = [line['val_loss'] for line in lines if line['run'] == RUN]
     entries = json.loads((packed_study / RUN / 'result.json').read_text())
-    assert [entry['val_loss'] for entry in entries] == expected
+    assert [entry['val_loss'] for entry in entries] == expected_losses
+
+    # Unpacked once more, a working directory stays as it is.
+    stored.unpack_in_place(packed_study)
+    assert files_below(packed_study) == unpacked_files
 
 
 def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch):
+    """logs.zip is removed after all other files are written, so unpacking can start again."""
+
     def interrupt(path, content):
+        """Replaces the writing of a result.json by Ctrl-C."""
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -148,7 +163,7 @@ def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch)
     stored.unpack_in_place(packed_study)
 
     assert (packed_study / RUN / 'result.json').is_file()
-    assert not (packed_study / stored.LOGS).exists()
+    assert not (packed_study / 'logs.zip').exists()
 
 
 @pytest.mark.parametrize(
@@ -216,29 +231,39 @@ def test_a_study_with_too_large_logs_is_not_stored(study, tmp_path, monkeypatch)
     assert not (tmp_path / 'other').exists()
 
 
-@pytest.mark.parametrize(('link_name', 'run_directory'), [('link', 'link'), ('runs', 'runs/link')])
+@pytest.mark.parametrize(
+    ('link_name', 'run_directory'),
+    [
+        pytest.param('link', 'link', id='the directory of a run is a link'),
+        pytest.param('runs', 'runs/link', id='the directory above a run is a link'),
+    ],
+)
 def test_no_link_is_followed_where_files_are_unpacked(
     packed_study, tmp_path, link_name, run_directory
 ):
-    elsewhere = tmp_path / 'elsewhere'
-    elsewhere.mkdir()
-    # The plan and the archive name a run in or below a link, which leads out of the study.
+    """A link in the study could lead anywhere, so nothing is unpacked through it."""
+    # In the plan and in logs.zip, the last run has another directory.
     changes = {
         'plan.jsonl': plan_with_directory(packed_study, run_directory),
         f'{run_directory}/metrics.jsonl': b'',
     }
     for name in logs_of(packed_study):
         if name.startswith(RUN):
-            changes[name] = None
+            changes[name] = None  # removes the file
     change_logs(packed_study, changes)
+
+    # Part of the path of that directory is a link, which leads out of the study.
+    elsewhere = tmp_path / 'elsewhere'
+    elsewhere.mkdir()
     link = packed_study / link_name
     link.symlink_to(elsewhere)
 
     with pytest.raises(ReportError, match=f'{link} is a link, but files of .*logs.zip go there'):
         stored.unpack_in_place(packed_study)
 
+    # Nothing was unpacked.
     assert list(elsewhere.iterdir()) == []
-    assert (packed_study / stored.LOGS).exists()
+    assert (packed_study / 'logs.zip').exists()
 
 
 def test_a_damaged_log_is_named_with_its_archive(packed_study):

@@ -85,13 +85,20 @@ FINAL = '{"kind": "final", "step": 400}'
 
 
 @pytest.mark.parametrize(
+    # A whole log ends with an evaluation at the last step, and then a line of the kind 'final'.
+    # The evaluation in these lines has the loss of one trial, but the run has two.
     ('lines', 'message'),
     [
-        ([EVALUATION], 'does not end with the last evaluation'),
-        ([EVALUATION, FINAL], 'does not have one loss for each of 2 trials'),
+        pytest.param([EVALUATION], 'does not end with the last evaluation', id='no final line'),
+        pytest.param(
+            [EVALUATION, FINAL],
+            'does not have one loss for each of 2 trials',
+            id='too few losses',
+        ),
     ],
 )
 def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, message):
+    """A damaged log of evaluations is a problem of the study, but its results still count."""
     study_of_two_arms(study_dir, [result_of(seed=0), result_of(seed=1)])
     for line in lines:
         add_line(study_dir / LOG, line)
@@ -101,6 +108,8 @@ def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, messa
     (problem,) = study.problems
     assert LOG in problem
     assert message in problem
+
+    # The run has the results of both seeds, and no evaluations.
     (run,) = study.runs
     assert len(run.trials) == 2
     for trial in run.trials:
@@ -119,9 +128,14 @@ def test_evaluations_end_where_a_trial_diverges(study_dir):
 
 
 def test_evaluations_of_a_run_without_all_results_are_left_out(study_dir):
-    """A log has a column for each trial, and which trials these were is not known."""
-    records = [result_of(val_loss=0.5), result_of(seed=1, val_loss=None)]
+    """Each evaluation in a log has a list of losses, one for each trial of the run.
+
+    If a trial has no result, it is not known which loss is whose.
+    """
+    # The run has the trials of seed 0, finished, and of seed 1, diverged.
+    records = [result_of(seed=0, val_loss=0.5), result_of(seed=1, val_loss=None)]
     studies.write_study(study_dir, records, num_evals=4)
+    # Only that of seed 1 has a result.
     studies.write_lines(study_dir / 'results.jsonl', records[1:])
 
     study = load_study(study_dir)
@@ -150,9 +164,11 @@ def test_a_bad_declaration_is_refused(study_dir, changes, message):
 
 
 def test_settings_that_this_version_does_not_know_are_left_out(study_dir):
+    """A study of a later version may have settings that this one lacks. It is read without them."""
     base = to_json(Config())
-    base['model']['depth_decay'] = 2  # unknown
     base['model']['num_layers'] = 3
+    base['model']['depth_decay'] = 2  # no setting of this version
+    # The hash in study.json is of all settings, so it fits.
     base_hash = fingerprint_of(base)
     records = studies.tuned_arm('qk/vo')
     studies.write_tuned(study_dir, records, base=base, base_hash=base_hash)
@@ -181,16 +197,21 @@ def test_settings_that_do_not_fit_their_hash_are_a_problem(study_dir):
 
 
 def test_findings_are_cached_until_a_file_changes(study_dir):
-    kept = study_dir / 'kept'
+    """Findings of a packed study are computed once, and again if one of its files has changed.
+
+    A packed study has its logs in a zip archive.
+    """
+    packed_study = study_dir / 'packed'
     studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'))
-    stored.pack(study_dir, kept)
+    stored.pack(study_dir, packed_study)
 
-    before = load_findings(kept)
-    assert load_findings(str(kept)) is before
+    findings = load_findings(packed_study)
+    assert load_findings(str(packed_study)) is findings
 
-    (kept / 'yardsticks.json').write_text('{}')
+    # A damaged file is noticed, so the findings are not those of the cache.
+    (packed_study / 'yardsticks.json').write_text('{}')
     with pytest.raises(ReportError, match=r"yardsticks\.json.* be read: .*'groups' is missing"):
-        load_findings(kept)
+        load_findings(packed_study)
 
 
 @pytest.fixture(scope='module')
@@ -299,19 +320,31 @@ C_WITHHELD = {'b/vo': Decision.WORSE, 'c/vo': Decision.NO_VERDICT}
 
 
 def assert_found(directory, message, decisions):
-    """A study has a problem or a remark with this message, and these decisions by variant.
+    """Asserts what is found in a study that compares b/vo and c/vo with the baseline qk/vo.
 
-    A withheld verdict on b/vo has no interval.
+    Args:
+        directory: Directory of the study, which is like `study_of_three_arms`, but for a damage.
+        message: A regular expression for the damage. It is a problem of reading the study, or a
+            remark that blocks a verdict.
+        decisions: The decisions on b/vo and c/vo. Each is WORSE, or NO_VERDICT if it is withheld.
+
+    Returns:
+        The verdict on b/vo.
     """
     study = load_study(directory)
     findings = find(study)
-    remarks = [clause(remark) for remark in findings.remarks if remark.blocks]
-    assert re.search(message, '\n'.join([*study.problems, *remarks]))
+    blocks = [clause(remark) for remark in findings.remarks if remark.blocks]
+    problems_and_blocks = '\n'.join([*study.problems, *blocks])
+    assert re.search(message, problems_and_blocks)
+
     baseline, b, c = findings.arms
     assert baseline.verdict is None
     assert {'b/vo': b.verdict.decision, 'c/vo': c.verdict.decision} == decisions
+
+    # The difference of b/vo has an interval only if its verdict is not withheld.
     has_interval = b.difference is not None and b.difference.low is not None
-    assert has_interval == (decisions['b/vo'] is Decision.WORSE)
+    is_judged = decisions['b/vo'] is Decision.WORSE
+    assert has_interval == is_judged
     return b.verdict
 
 

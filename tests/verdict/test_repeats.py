@@ -27,13 +27,17 @@ def records_of_arm(variant, delta, seeds=FIRST_SEEDS):
 
 
 def declare_repeat(directory, name):
-    """Declares that a study repeats the one `name` beside it."""
-    last = ledger.read(directory.parent / name / ledger.NAME).last
+    """Adds to the ledger of a study that it repeats the study `name` beside it.
+
+    The entry names the last entry of the other ledger by its hash. It is made in retrospect, when
+    the results are known.
+    """
+    last_entry = ledger.read(directory.parent / name / ledger.NAME).last
     ledger.append(
         directory / ledger.NAME,
         ledger.REPEATS,
         study=name,
-        entry=last,
+        entry=last_entry,
         retrospective=True,
         why='left open',
     )
@@ -72,20 +76,28 @@ def sum_of_squared_deviations(values):
 
 
 def test_a_repeat_pools_the_seeds_of_both_studies(first, second):
-    arm = arm_of(second)
+    """A study that repeats another one compares arms over the seeds of both.
 
+    The first study has eight seeds, the second one six others. Both have the arm b/vo.
+    """
+    arm = arm_of(second, 'b/vo')
+
+    # Eight differences come from the first study.
     assert arm.comparison.pooled == {'first': 8}
     assert arm.difference.n == 8 + 6
-    differences = arm.comparison.differences
+    differences = arm.comparison.differences  # by seed
     assert sorted(differences) == [*FIRST_SEEDS, *FRESH_SEEDS]
 
-    of_first = list(arm_of(first).comparison.differences.values())
-    of_second = [differences[seed] for seed in FRESH_SEEDS]
-    assert arm.difference.mean == pytest.approx(np.mean(of_first + of_second))
+    first_differences = list(arm_of(first, 'b/vo').comparison.differences.values())
+    second_differences = [differences[seed] for seed in FRESH_SEEDS]
+    mean = np.mean(first_differences + second_differences)
+    assert arm.difference.mean == pytest.approx(mean)
 
-    # The standard deviation is that around the mean of each study.
-    squares = sum_of_squared_deviations(of_first) + sum_of_squared_deviations(of_second)
-    assert arm.difference.sd == pytest.approx(np.sqrt(squares / (14 - 2)))
+    # The standard deviation is around the mean of each study, so two degrees of freedom are lost.
+    squares_of_first = sum_of_squared_deviations(first_differences)
+    squares_of_second = sum_of_squared_deviations(second_differences)
+    variance = (squares_of_first + squares_of_second) / (8 + 6 - 2)
+    assert arm.difference.sd == pytest.approx(np.sqrt(variance))
 
 
 def bound_of_tuning(arm):
@@ -112,7 +124,17 @@ def test_a_repeat_is_a_second_look_in_the_family_of_both(first, second):
 
 
 def test_a_study_that_is_not_kept_counts_as_a_look(first, second):
-    # The first study repeats one of which only the commit, the seeds and the arms are known.
+    """Each study that compares an arm with the baseline is a look at that arm.
+
+    A study whose files are not kept counts too. The ledger of the study that repeats it names its
+    arms. Here, `second` repeats `first`, which repeats the lost study 'zeroth'.
+
+    | study  | compares with qk/vo |
+    |--------|---------------------|
+    | zeroth | b/vo, d/vo          |
+    | first  | b/vo, c/vo          |
+    | second | b/vo                |
+    """
     place = {'size': 'd_model=128', 'corpus': 'stdlib', 'control': None}
     arms = [{'variant': variant, **place} for variant in ('qk/vo', 'b/vo', 'd/vo')]
     ledger.append(
@@ -125,15 +147,15 @@ def test_a_study_that_is_not_kept_counts_as_a_look(first, second):
         why='replaced',
     )
 
-    # The arms b/vo, c/vo and d/vo are the family of all three studies.
-    of_first = arm_of(first).verdict
-    assert of_first.look == 2
-    assert of_first.num_comparisons == 3
-    of_second = arm_of(second).verdict
-    assert of_second.look == 3
-    assert of_second.num_comparisons == 3
-    # The lost study did not have c/vo.
+    # A study counts its own look and those before it.
+    assert arm_of(first, 'b/vo').verdict.look == 2
+    assert arm_of(second, 'b/vo').verdict.look == 3
+    # The lost study does not have c/vo.
     assert arm_of(first, 'c/vo').verdict.look == 1
+
+    # The p values are corrected for the three arms b/vo, c/vo and d/vo.
+    assert arm_of(first, 'b/vo').verdict.num_comparisons == 3
+    assert arm_of(second, 'b/vo').verdict.num_comparisons == 3
 
 
 def train_with_label_smoothing(directory):

@@ -21,21 +21,23 @@ LONG_STEPS = 4 * SHORT_STEPS
 
 
 @pytest.mark.parametrize(
-    # Differences after the short and the long training, their standard error, and whether the
-    # verdict on the short one is 'equivalent'.
+    # `short` and `long` are the differences from the baseline after either training, in nats/token.
+    # Below zero is better. `error` is the standard error of each, and `equivalent` tells whether
+    # the verdict after the short training is 'equivalent'.
     ('short', 'long', 'error', 'equivalent', 'code', 'towards'),
     [
-        (0.05, 0.05 - MARGIN + 1e-6, ERROR, False, Length.SETTLED, 'better'),
-        (0.05, 0.05 - MARGIN - 1e-6, ERROR, False, Length.SHRINKS, 'better'),
-        (0.05, 0.05 + MARGIN + 1e-6, ERROR, False, Length.GROWS, 'worse'),
-        (-0.05, -0.05 - MARGIN - 1e-6, ERROR, False, Length.GROWS, 'better'),
-        # The change is within 3 standard errors.
+        # The limit of a change is the margin of 0.01, as 3 standard errors are less.
+        (0.05, 0.05 - 0.01 + 1e-6, 0.001, False, Length.SETTLED, 'better'),
+        (0.05, 0.05 - 0.01 - 1e-6, 0.001, False, Length.SHRINKS, 'better'),
+        (0.05, 0.05 + 0.01 + 1e-6, 0.001, False, Length.GROWS, 'worse'),
+        (-0.05, -0.05 - 0.01 - 1e-6, 0.001, False, Length.GROWS, 'better'),
+        # The change of 0.025 is within 3 standard errors, 3 * sqrt(2) * 0.009.
         (0.05, 0.025, 0.009, False, Length.SETTLED, 'better'),
         # Another sign, though the change is within the margin.
-        (0.003, -0.001, ERROR, False, Length.TURNS, 'better'),
+        (0.003, -0.001, 0.001, False, Length.TURNS, 'better'),
         # The sign of an equivalent arm does not matter, but it has to stay within the margin.
-        (0.003, -0.001, ERROR, True, Length.SETTLED, 'better'),
-        (0.003, 0.011, ERROR, True, Length.GROWS, 'worse'),
+        (0.003, -0.001, 0.001, True, Length.SETTLED, 'better'),
+        (0.003, 0.011, 0.001, True, Length.GROWS, 'worse'),
         # Another sign, whatever the errors.
         (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),
     ],
@@ -43,18 +45,23 @@ LONG_STEPS = 4 * SHORT_STEPS
 def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
     short, long, error, equivalent, code, towards
 ):
+    """A difference may change by the margin, or by 3 standard errors of the change if more."""
+    margin = 0.01
+
     settling = settle(
-        Trained(SHORT_STEPS, short, error),
-        Trained(LONG_STEPS, long, error),
-        MARGIN,
+        Trained(steps=400, mean=short, error=error),
+        Trained(steps=4 * 400, mean=long, error=error),
+        margin,
         equivalent=equivalent,
     )
 
     assert settling.code == code
+    # Whether longer training lowers the difference or raises it.
     assert settling.towards == towards
+    # The longer training has four times the steps.
     assert settling.times == 4
-    error_of_change = np.sqrt(2) * error
-    assert settling.limit == pytest.approx(max(MARGIN, 3 * error_of_change))
+    error_of_change = np.sqrt(error**2 + error**2)
+    assert settling.limit == pytest.approx(max(margin, 3 * error_of_change))
 
 
 @pytest.mark.parametrize('long', [None, Trained(LONG_STEPS - 1, 0.05, ERROR)])
@@ -109,21 +116,27 @@ def settling_of_b(path):
 
 
 @pytest.mark.parametrize(
+    # `difference` is that of b/vo from qk/vo in the longer study. The margin is 0.005.
     ('difference', 'code'),
     [(0.052, Length.SETTLED), (0.02, Length.SHRINKS), (-0.05, Length.TURNS)],
 )
 def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     short_study, tmp_path, difference, code
 ):
+    """A study reads others in the directory above it that train its arms four times as long.
+
+    In the short study, b/vo is worse than qk/vo by about 0.05 nats/token.
+    """
     long_study = tmp_path / 'long'
     write_study_of_length(long_study, long_records(difference), FRESH_SEEDS, LONG_STEPS)
 
     settling = settling_of_b(short_study)
 
     assert settling.code is code
+    # The difference after the longer training is read, too.
     if code is Length.SHRINKS:
         assert settling.longer == pytest.approx(difference, abs=1e-3)
-    # Nothing is trained longer than the long study.
+    # No study trains longer than the long one.
     assert settling_of_b(long_study).code is Length.ONE_LENGTH
 
 
