@@ -274,7 +274,7 @@ NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
     # `num_longer_arms` counts a decided arm and its baseline.
     ('difference', 'diverged_seeds', 'sizes', 'num_longer_arms'),
     [
-        # Against zero, p is 0.03. One comparison decides at a level of 0.04.
+        # Against zero, p is 0.025. One comparison decides at a level of 0.04.
         pytest.param(0.0125, (), ('d_model=64',), 2, id='one arm'),
         # Three comparisons share that level, so p would have to be 0.013.
         pytest.param(0.0125, (), ('d_model=64', 'd_model=72', 'd_model=80'), 0, id='three arms'),
@@ -584,9 +584,9 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
     assert by_stage[4].startswith('longer, if every arm is decided 8 36')
     assert by_stage[5].startswith('total 16 72')
     # A screening has 6 trials and takes 100 seconds. A verdict has 3 trials and takes 50.
-    # There are 4 of each, and 4 longer ones that take 4 times as long: 3000 seconds in all.
-    # With 16 minutes of compilation, that is 1:06:00. shared_qk/vo has slightly fewer FLOPs than
-    # qk/vo, so the total is a second less.
+    # There are 4 of each, and the same runs 4 times as long: 600 + 2400 seconds of training.
+    # With a minute of compilation for each of 16 runs, that is 1:06:00.
+    # shared_qk/vo has slightly fewer FLOPs than qk/vo, so the total is a second less.
     assert by_stage[5].endswith(' 1:05:59')
 
 
