@@ -72,17 +72,24 @@ def test_version_is_printed(printed):
 
 
 def test_help_lists_all_scripts_and_configs_with_their_first_line(printed):
+    """`qkattn --help` lists each script and config, with the first line of its docstring."""
     text = printed('--help')
+
+    # Without arguments, the command prints its help as well.
     assert printed() == text
     for line in text.splitlines():
         assert len(line) <= 80
 
+    # The help breaks long entries into lines.
     one_line = ' '.join(text.split())
     scripts = ROOT.glob('experiments/[a-z]*.py')
     configs = ROOT.glob('configs/**/[a-z]*.py')
     for path in (*scripts, *configs):
-        name = path.relative_to(ROOT).with_suffix('').as_posix().partition('/')[2]
-        summary = path.read_text().splitlines()[0].strip('"')
+        # The name has no first folder: 'configs/claims/lm_rank.py' is listed as claims/lm_rank.
+        path_without_suffix = path.relative_to(ROOT).with_suffix('').as_posix()
+        _, _, name = path_without_suffix.partition('/')
+        first_line = path.read_text().splitlines()[0]
+        summary = first_line.strip('"')
         assert f' {name} {summary}' in one_line
 
 
@@ -98,23 +105,30 @@ def flag_entries(text):
 
 @pytest.mark.parametrize('name', SCRIPTS)
 def test_every_flag_is_explained_with_its_default(printed, name):
+    """`name` is a script, such as 'train'. Its help has an explanation of each flag."""
     text = printed(name, '-h')
+
     for line in text.splitlines():
         assert len(line) <= 80
-    flags = flag_entries(text)
+    flags = flag_entries(text)  # the explanation of each flag
     assert flags
     for explanation in flags.values():
         assert '; default ' in explanation
+
+    # Only these scripts read a config file.
     has_config = name in ('train', 'ablate', 'prepare_data')
     assert ('config' in flags) == has_config
 
+    # train and ablate also have a flag for each setting, such as --config.train.num_steps.
     if name in CONFIGS:
-        # Settings are explained as where they are defined.
         for field, setting in settings(CONFIGS[name]).items():
+            # The explanation is 'KIND; default VALUE DOC', with ' Names: ...' after some.
             kind, _, rest = flags[f'config.{field}'].partition('; default ')
-            default_and_doc = rest.partition(' Names: ')[0]
-            doc = ' '.join(setting.doc.split())
+            default_and_doc, _, _ = rest.partition(' Names: ')
             assert kind
+
+            # Default and text are those of the setting's definition.
+            doc = ' '.join(setting.doc.split())
             assert default_and_doc == f'{setting.default!r} {doc}'
 
 
@@ -134,18 +148,24 @@ REGISTRIES = {
 
 @pytest.mark.parametrize(('name', 'prefix'), [('train', ''), ('ablate', 'base.')])
 def test_help_lists_the_names_of_every_registry(printed, name, prefix):
-    flags = flag_entries(printed(name, '-h'))
+    """The help of a setting lists all registered names, such as all datasets for data.name.
 
-    listed = {}
-    for flag, explanation in flags.items():
-        if ' Names: ' in explanation:
-            listed[flag] = explanation.partition(' Names: ')[2]
+    A study has the settings of a run below `base.`, as in --config.base.data.name.
+    """
+    text = printed(name, '-h')
 
+    names_by_flag = {}
+    for flag, explanation in flag_entries(text).items():
+        _, _, names = explanation.partition(' Names: ')
+        if names:
+            names_by_flag[flag] = names
+
+    # `REGISTRIES` has the registries of each setting that is chosen by name.
     expected = {}
     for field, registries in REGISTRIES.items():
         names = ', '.join(itertools.chain(*registries))
         expected[f'config.{prefix}{field}'] = f'{names}.'
-    assert listed == expected
+    assert names_by_flag == expected
 
 
 @pytest.mark.parametrize(
@@ -210,7 +230,13 @@ sys.meta_path.insert(0, Waiting())
 def test_a_signal_during_imports_ends_a_script_in_one_line(
     command, number, code, sentence, tmp_path
 ):
-    """The signal comes during the import of jax, which swallows interrupts."""
+    """A script that gets a signal while it imports jax ends at once, with one line.
+
+    ablate can be run again, so SIGTERM ends it with 75: launchers then repeat the command. A dry
+    run has nothing to resume, so Ctrl-C (SIGINT) ends it with 130, as in a shell.
+    """
+    # `SLOW_IMPORT` prints 'importing', and makes the import of jax wait and swallow interrupts.
+    # Python runs sitecustomize.py as it starts.
     (tmp_path / 'sitecustomize.py').write_text(SLOW_IMPORT)
     process = subprocess.Popen(
         [sys.executable, '-m', 'qkattn', *command.split()],
@@ -220,6 +246,7 @@ def test_a_signal_during_imports_ends_a_script_in_one_line(
         text=True,
     )
     with process:
+        # The signal is sent once the import has begun.
         for line in process.stderr:
             if line.startswith('importing'):
                 break
@@ -229,6 +256,7 @@ def test_a_signal_during_imports_ends_a_script_in_one_line(
         _, errors = process.communicate(timeout=60)
 
     assert process.returncode == code
+    # `errors` is what the process printed after 'importing'.
     assert errors == f'{sentence}\n'
 
 
@@ -272,34 +300,45 @@ RECALL = """
 
 
 def test_training_prints_where_its_results_are(script_here, printed, tmp_path, outside):
-    done = script_here('train', '--config=run.py', '--workdir=out', *RECALL.split())
+    """Training ends with its losses, the paths of its results, and a command that exports them.
 
-    assert done.returncode == 0, done.stderr
+    `RECALL` trains two seeds for 20 steps and evaluates them every 10. Its metric `top 3` comes
+    from the module confidence.py of the user, which the fixture `outside` writes.
+    """
+    completed = script_here('train', '--config=run.py', '--workdir=out', *RECALL.split())
+    assert completed.returncode == 0, completed.stderr
+
+    # Standard error has the progress. A loss is the range of both seeds.
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
     for logged in (
         f'step 10/20: validation loss {loss}\n',
         f'step 20/20: validation loss {loss}\n',
         f'train: step 20/20, validation loss {loss}, .* 100%, loss {loss}',
     ):
-        assert re.search(f'^{logged}', done.stderr, re.MULTILINE)
+        assert re.search(f'^{logged}', completed.stderr, re.MULTILINE)
 
-    lines = done.stdout.splitlines()
+    # Standard output has the results of each seed, with the metric from outside.
+    lines = completed.stdout.splitlines()
     for line in lines:
         assert len(line) <= 100
     losses = r'^  validation loss \d\.\d{4} nats/token, .* top 3 \d+\.\d\d %'
-    assert re.search(losses, done.stdout, re.MULTILINE)
-    # Each of these lines is a name and a path.
+    assert re.search(losses, completed.stdout, re.MULTILINE)
+
+    # The three lines before the last one have a name and a path each.
     for line in lines[-4:-1]:
         _, path = line.split()
         assert (tmp_path / path).exists()
 
-    # The last line is a command, which does not need the metric of the run.
-    (outside / 'confidence.py').unlink()
-    del sys.modules['confidence']
+    # The last line is 'to export   qkattn convert ARGUMENTS --out=DIRECTORY'.
     words = lines[-1].split()
     assert words[:4] == ['to', 'export', 'qkattn', 'convert']
     assert words[-1] == '--out=DIRECTORY'
-    printed('convert', *words[4:-1], '--out=exported')
+
+    # The command runs without the module of the metric.
+    (outside / 'confidence.py').unlink()
+    del sys.modules['confidence']
+    arguments = words[4:-1]
+    printed('convert', *arguments, '--out=exported')
     assert (tmp_path / 'exported/model.safetensors').exists()
 
 
@@ -316,19 +355,28 @@ def lines_with_single_spaces(text):
 
 
 def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
+    """A dry run of training prints what it would cost; it compiles and writes nothing.
+
+    The config `small` trains 3 seeds for 600 steps, on 16 rows of 64 tokens a step.
+    """
     forbid_compiling(monkeypatch)
 
     text = printed('train', '--config=small', '--dry_run')
 
-    assert lines_with_single_spaces(text)[4:] == [
+    tokens_per_step = 3 * 16 * 64
+    num_tokens = 600 * tokens_per_step
+    flops = 2_752_512 * num_tokens  # FLOPs of a token: forward and backward pass
+    # The first four lines describe the config.
+    lines_of_cost = lines_with_single_spaces(text)[4:]
+    assert lines_of_cost == [
         'parameters 434,816 of each trial',
         'trials 3',
-        'tokens per step 3,072 of all trials',
+        f'tokens per step {tokens_per_step:,} of all trials',
         'steps 600',
-        'tokens 1,843,200 of all trials and steps',
-        'FLOPs 5,073,430,118,400 of all trials and steps: 5.07e+12',
+        f'tokens {num_tokens:,} of all trials and steps',
+        f'FLOPs {flops:,} of all trials and steps: 5.07e+12',
     ]
-    # There is no run directory beside the configs of the fixture.
+    # The fixture has put these two files into the directory.
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 
@@ -346,6 +394,10 @@ def test_the_arms_of_a_study_are_described_on_a_pod(printed):
 
 @pytest.mark.slow
 def test_a_config_is_described_on_a_pod_that_is_not_there(printed, tmp_path):
+    """A dry run for a pod of TPUs, v5e-2x4, prints what a run needs of their memory.
+
+    No TPU is there: fake devices of the CPU stand for 2 x 4 chips. The config `small` has 3 trials.
+    """
     smaller = ('--config.model.num_layers=1', '--config.train.lifting=map')
     pod = ('--dry_run=v5e-2x4', '--config.mesh.data=8')
 
@@ -353,11 +405,16 @@ def test_a_config_is_described_on_a_pod_that_is_not_there(printed, tmp_path):
 
     lines = lines_with_single_spaces(text)
     assert lines[0] == 'v5e-2x4: 8 TPU chips'
-    num_parameters = 237_952
+    num_parameters = 237_952  # of `small` with one layer
     num_bytes = 3 * 4 * num_parameters  # 3 trials in float32
     assert f'parameters {num_parameters:,} of 3 trials each' in lines
     assert f'parameters {num_bytes:,} 2.72 MiB' in lines
-    assert any(line.startswith(f'HBM per device {2**34:,} 16.00 GiB,') for line in lines)
+
+    # A chip of a TPU v5e has 16 GiB of memory (HBM).
+    hbm_bytes = 16 * 2**30
+    assert any(line.startswith(f'HBM per device {hbm_bytes:,} 16.00 GiB,') for line in lines)
+
+    # Nothing is written: the fixture has put these two files into the directory.
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 
@@ -398,22 +455,30 @@ def test_a_run_continues_a_prompt_of_token_ids(generate):
 
 
 def test_a_converted_run_generates_the_same_text(refusal, printed, run):
+    """`merge` multiplies W_Q and W_K into one matrix, which leaves the logits as they are.
+
+    Trial 1, the second of the run's two models, is converted and written to merged/.
+    """
     convert = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
     text = printed(*convert)
+
+    # The variant qk/vo has become merged/vo, and logits change by rounding alone.
     assert 'merge: merged/vo, largest relative logit change' in text
-    change = text.split('logit change ')[1].split()[0]
-    assert float(change) < 1e-4
+    text_after = text.split('logit change ')[1]
+    logit_change = float(text_after.split()[0])
+    assert logit_change < 1e-4
     assert 'without optimizer state' in text
 
+    # At temperature 0, a model always takes the most likely token.
     data = f'--data={run.config.data.name}'
     greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0', data)
     text_of_run = printed('generate', '--source=run', '--trial=1', *greedy)
     assert printed('generate', '--source=merged', *greedy) == text_of_run
 
-    # Another conversion does not overwrite it.
+    # The same conversion does not overwrite merged/.
     assert '--out=merged is not empty' in refusal(*convert)
 
-    # It is compared with the trial from which it was made.
+    # merged/ records that it was made of trial 1, so it is compared with trial 1 of the run.
     text = printed('analyze', '--source=merged', '--reference=run')
     assert 'drift from run, trial 1: qk/vo\n' in text
 
@@ -430,6 +495,7 @@ def test_a_conversion_that_does_not_fit_is_refused(refusal, run):
 
 
 def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tmp_path):
+    """A run is written as the package transformers stores a GPT-2, and can be read again."""
     text = printed('convert', 'run', '--layout=transformers', '--out=gpt2')
 
     assert text.splitlines()[-1] == 'wrote gpt2, a GPT-2 in the layout of transformers'
@@ -440,11 +506,14 @@ def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tm
         'tokenizer.json',
         'tokenizer_config.json',
     }
+
+    # At temperature 0, a model always takes the most likely token.
     greedy = ('--prompt=def f(', '--num_tokens=10', '--temperature=0')
     text_of_gpt2 = printed('generate', 'gpt2', *greedy, f'--data={run.config.data.name}')
-    assert text_of_gpt2 == printed('generate', 'run', *greedy)
+    text_of_run = printed('generate', 'run', *greedy)
+    assert text_of_gpt2 == text_of_run
 
-    # A GPT-2 that is not a run cannot be given the tokenizer of its data.
+    # A run records its data, and these have a tokenizer to write. gpt2/ does not record its data.
     text = printed('convert', 'gpt2', '--layout=transformers', '--out=again')
     assert text.splitlines()[-1].startswith('without tokenizer.json: the source is not a run')
 
@@ -459,9 +528,13 @@ def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tm
 def test_an_exact_conversion_that_changes_logits_writes_nothing(
     refusal, tmp_path, monkeypatch, conversion, message
 ):
-    """merge_vo is replaced with a mistake; fold_gains does not fit post-norm models."""
+    """A conversion that promises equal logits and changes them is refused, and nothing is written.
+
+    fold_gains moves the gains of norms into matrices, which is not exact in a post-norm model.
+    """
 
     def double_w_o(layer):
+        """Stands for merge_vo, with a mistake: it doubles W_O, which changes the logits."""
         layer.value.w_o_NHD[...] *= 2
         return layer
 
@@ -469,6 +542,7 @@ def test_an_exact_conversion_that_changes_logits_writes_nothing(
     sizes = {'d_model': 16, 'num_layers': 1, 'context': 8, 'vocab_size': 20}
     save_model(tmp_path / 'source', ModelConfig(norm_position='post', **sizes))
 
+    # The first conversion, merge, is exact here. The second one is refused.
     conversions = ('--apply=merge', f'--apply={conversion}')
     sentence = refusal('convert', '--source=source', *conversions, '--out=no')
 
@@ -484,21 +558,29 @@ def test_a_run_is_analyzed_on_its_own_data(printed, run):
 
 
 def test_a_run_is_analyzed_on_a_text(refusal, printed, run, tmp_path):
-    """The run is its own reference, from which its matrices do not drift."""
+    """`analyze` measures the attention of a model of one layer, and writes numbers and figures.
+
+    A[n] and B[n] are the matrices of head n: A gives its logits, and B its output. Drift is how far
+    they are from those of a reference.
+    """
     flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
     text = printed('analyze', '--source=run', *flags)
 
+    # Both files have the same rows. The run was trained for 12 steps.
     out = tmp_path / 'out'
     table = pd.read_csv(out / 'analysis.csv')
-    written = read_json(out / 'analysis.json', {})
-    assert len(table) == len(written['rows'])
-    assert written['step'] == 12
-    assert written['trial'] == 1
+    analysis = read_json(out / 'analysis.json', {})
+    assert len(table) == len(analysis['rows'])
+    assert analysis['step'] == 12
+    assert analysis['trial'] == 1
+
+    # The run is its own reference, so its matrices do not drift.
     values = {key: rows['value'] for key, rows in table.groupby(['quantity', 'subject'])}
     assert (values['drift', 'A'] == 0).all()
     assert (values['drift', 'B'] == 0).all()
 
-    # The printed row has means over heads, but for the induction score the best head.
+    # The last line names the directory. The line above is the layer's row of the table.
+    # This row has means over heads, but for the induction score the best head.
     printed_row = text.splitlines()[-2].split()
     for number in (
         values['effective_rank', 'A'].mean(),
@@ -516,6 +598,8 @@ def test_a_run_is_analyzed_on_a_text(refusal, printed, run, tmp_path):
         'heads_pattern',
         'maps',
     }
+
+    # A second analysis does not overwrite the first.
     assert 'already holds an analysis' in refusal('analyze', '--source=run', '--out=out')
 
 
@@ -549,33 +633,44 @@ def test_a_published_gpt2_is_analyzed_without_data(printed, tmp_path):
 
 @pytest.mark.slow
 def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
+    """`prepare_data` turns texts into a directory of tokens, from which alone a run trains.
+
+    Neither training nor generating changes the directory.
+    """
+    # The folder files/ has texts of three splits.
     write_texts(tmp_path / 'files')
     data = ('--config.data.name=text', '--config.data.path=files')
     tokenizer = '--config.data.tokenizer=characters'
+    tokens_path = tmp_path / 'prepared'
 
-    text = printed('prepare_data', '--config=run.py', '--out=made', *data, tokenizer)
+    text = printed('prepare_data', '--config=run.py', '--out=prepared', *data, tokenizer)
 
-    tokens = '--config.data.name=tokens --config.data.path=made'
+    # The last line is the command that trains on the tokens.
+    settings_of_tokens = '--config.data.name=tokens --config.data.path=prepared'
     assert text.splitlines()[-1] == (
-        f'to train: qkattn train --config=run.py {tokens} --workdir=DIRECTORY'
+        f'to train: qkattn train --config=run.py {settings_of_tokens} --workdir=DIRECTORY'
     )
 
-    # Training needs no other data, as /absent does not exist, and changes no file.
-    files_before = contents(tmp_path / 'made')
-    data = {'name': 'tokens', 'path': 'made', 'data_dir': '/absent'}
-    result, _ = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'w')
-    assert contents(tmp_path / 'made') == files_before
+    # Training needs no cache of data: /absent does not exist.
+    files_before = contents(tokens_path)
+    data = {'name': 'tokens', 'path': 'prepared', 'data_dir': '/absent'}
+    result, _ = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'run')
+    assert contents(tokens_path) == files_before
 
+    # The result has the fingerprints and the tokenizer of tokens.json.
     index = json.loads(files_before['tokens.json'])
     fingerprints = {split: info['fingerprint'] for split, info in index['splits'].items()}
     assert result['data']['fingerprints'] == fingerprints
     assert result['data']['tokenizer'] == index['tokenizer_name']
+
+    # Bits per byte need the texts' lengths in bytes, which the tokens record.
     assert result['val_bits_per_byte'] > 0
+    # The loss of a model that knows only the frequency of each token, in nats per token.
     assert result['data']['unigram_loss'] > 1
 
-    text = printed('generate', 'w', '--prompt=train ', '--num_tokens=8')
+    text = printed('generate', 'run', '--prompt=train ', '--num_tokens=8')
     assert text.startswith('train ')
-    assert contents(tmp_path / 'made') == files_before
+    assert contents(tokens_path) == files_before
 
 
 SMALL = (
@@ -600,7 +695,12 @@ SETTINGS_OF_TOKENS = [
     ),
 )
 def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path, settings):
-    """The command repeats what else the config needs, such as the vocabulary."""
+    """The command that `prepare_data` prints last trains a model on the prepared tokens.
+
+    The command names the config and the tokens. It also repeats settings that the config needs,
+    such as model.vocab_size. A user replaces the word DIRECTORY, which is a valid path here.
+    """
+    # The config own.py has the settings of a small run, and those of the case.
     write_texts(tmp_path / 'my files')
     lines = ''
     for setting in [*SMALL.split(), 'data.name=text', *settings.split()]:
@@ -608,6 +708,7 @@ def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path,
         lines += f'    config.{name} = {value}\n'
     (tmp_path / 'own.py').write_text(OWN_CONFIG.format(lines=lines))
 
+    # The names with spaces have to be quoted in the command.
     flags = ('--config=own.py', '--config.data.path=my files', '--out=my tokens')
     last_line = printed('prepare_data', *flags).splitlines()[-1]
 
@@ -662,8 +763,12 @@ NOT_PREPARED = [
 
 @pytest.mark.parametrize('data', slow_except(NOT_PREPARED[:1], NOT_PREPARED))
 def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monkeypatch, data):
-    """The data are neither downloaded nor prepared for it."""
+    """A dry run of a study warns that its data are missing, and does not download or prepare them.
+
+    `data` has settings of the data, such as 'name=tokens path=absent'.
+    """
     forbid_downloading(monkeypatch)
+    # The cache of prepared data, which does not exist.
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'data'))
     flags = [f'--config.base.data.{setting}' for setting in data.split()]
 
@@ -690,11 +795,16 @@ def test_a_dry_run_says_that_a_further_corpus_is_not_prepared(printed, data_dir,
 
 @pytest.fixture
 def study(tmp_path):
-    """A written study of one arm, whose parameter and FLOP counts are those of its config."""
+    """The directory study/ in the working directory: a study of the baseline with two seeds.
+
+    `experiments.verify` counts parameters and FLOPs again from the config. So the records have the
+    counts of their config. Nothing is trained.
+    """
     config = studies.run_config(studies.trial_record('qk/vo'))
     parameters = cost.count(config.model)
     counts = {
         'parameters': parameters,
+        # The baseline has exactly the parameters that it should have.
         'target_parameters': parameters['total'],
         'residual': 0.0,
         'flops_per_token': cost.flops_per_token(config.model),
@@ -719,15 +829,22 @@ def test_a_wrong_acceptance_is_refused(study, refusal, flags, message):
 
 
 def test_a_study_is_exported_with_what_was_accepted(study, printed):
-    accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
-    printed('report', '--study=study', *accept, '--export=kept/study')
+    """The ledger of an exported study records which doubts its author accepted, and why.
 
-    kept = ledger.read(study.parent / 'kept/study/ledger.jsonl')
-    assert kept.accepted == {
+    The ledger is the file of what a study declared. `uncommitted` accepts changed files of code,
+    and `commits` accepts runs of several commits.
+    """
+    accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
+    printed('report', '--study=study', *accept, '--export=exported/study')
+
+    exported_ledger = ledger.read(study.parent / 'exported/study/ledger.jsonl')
+    assert exported_ledger.accepted == {
         'uncommitted': 'docs alone differ',
         'commits': 'docs alone differ',
     }
-    text = printed('verify', '--results=kept', '--pages=')
+
+    # The study has one run, which trained two seeds.
+    text = printed('verify', '--results=exported', '--pages=')
     assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
 
 
@@ -745,55 +862,73 @@ def test_counts_that_the_config_does_not_give_are_refused(study, refusal, name):
 
 
 def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
-    """First the baseline, then a variant from outside; each is trained once."""
+    """A study that gets a further variant trains this variant alone, and keeps finished runs.
+
+    The first call trains the baseline qk/vo with three seeds. The second call adds a variant that
+    lies outside of the package.
+    """
     flags = ('--config=study.py', '--workdir=out', '--workers=1')
-    group_may_write = 0o002
+    group_may_write = 0o002  # forbids others to write, but not the group
     with umask(group_may_write):
         first = script_here('ablate', *flags, '--config.variants=("qk/vo",)')
 
+    # Orbax saves checkpoints. Its own log is not shown.
     assert first.returncode == 0, first.stderr
     assert 'orbax' not in first.stderr
     assert 'Traceback' not in first.stderr
+
+    # Every file has the mode that the umask asks for.
     out = tmp_path / 'out'
     assert not other_modes(out, group_may_write)
-    assert variants_and_seeds(out) == [('qk/vo', 0), ('qk/vo', 1), ('qk/vo', 2)]
+
+    # One run has trained the three seeds.
+    baseline_trials = [('qk/vo', 0), ('qk/vo', 1), ('qk/vo', 2)]
+    assert variants_and_seeds(out) == baseline_trials
     (result_of_baseline,) = out.glob('runs/*/result.json')
     time_of_baseline = result_of_baseline.stat().st_mtime_ns
 
     variant = outside_variant(tmp_path, monkeypatch)
     second = script_here('ablate', *flags, f'--config.variants=("qk/vo", "{variant}")')
-
     assert second.returncode == 0, second.stderr
-    # The finished run is not even opened.
+
+    # The run of the baseline was neither written nor started again.
     assert result_of_baseline.stat().st_mtime_ns == time_of_baseline
     provenance = read_json(result_of_baseline.with_name('provenance.json'), {})
     assert len(provenance['starts']) == 1
-    baseline_trials = [('qk/vo', 0), ('qk/vo', 1), ('qk/vo', 2)]
+
+    # The results have both variants.
     variant_trials = [(variant, 0), (variant, 1), (variant, 2)]
     assert variants_and_seeds(out) == baseline_trials + variant_trials
     results = studies.read_lines(out / 'results.jsonl')
     for result in results:
         assert result['status'] == 'finished'
         assert result['data']['fingerprints']
+    # provenance.json of a run names the machine, but results.jsonl does not.
     assert 'hostname' not in results[0]['provenance']
     assert_reported(out, second.stdout, variant)
 
 
 @pytest.mark.slow
 def test_two_workers_share_an_ablation(script_here, tmp_path):
-    done = script_here('ablate', '--config=study.py', '--workdir=out', '--workers=2')
+    """Two processes train the runs of a study, and neither repeats a run of the other.
 
-    assert done.returncode == 0, done.stderr
-    assert 'small: workers on this machine: 2' in done.stderr
+    The study of study.py is named `small`. It has the variants qk/vo and shared_qk/vo, with three
+    seeds each.
+    """
+    completed = script_here('ablate', '--config=study.py', '--workdir=out', '--workers=2')
+
+    assert completed.returncode == 0, completed.stderr
+    assert 'small: workers on this machine: 2' in completed.stderr
     out = tmp_path / 'out'
     baseline_trials = [('qk/vo', 0), ('qk/vo', 1), ('qk/vo', 2)]
     shared_trials = [('shared_qk/vo', 0), ('shared_qk/vo', 1), ('shared_qk/vo', 2)]
     assert variants_and_seeds(out) == baseline_trials + shared_trials
-    # Each run was started once.
+
+    # provenance.json lists each start of a run. Each run was started once.
     for path in out.glob('runs/*/provenance.json'):
         provenance = read_json(path, {})
         assert len(provenance['starts']) == 1
-    assert_reported(out, done.stdout, 'shared_qk/vo')
+    assert_reported(out, completed.stdout, 'shared_qk/vo')
 
 
 def variants_and_seeds(study):
@@ -885,51 +1020,67 @@ class Translator(NamedTuple):
 
 
 def write_reversed_words(directory):
-    """Writes splits of parallel words: upper-case in English, reversed in the language xx."""
+    """Writes words and their translations, which are the words reversed: BAD becomes dab.
+
+    The languages are en and xx, with a word in each line of train.en, train.xx, validation.en and
+    validation.xx. Words have 2 to 5 letters from a to h, upper-case in en. Validation has 100.
+    """
     rng = np.random.default_rng(0)
     letters = list('abcdefgh')
-    words = sorted({''.join(rng.choice(letters, rng.integers(2, 6))) for _ in range(4000)})
+    different_words = set()
+    for _ in range(4000):
+        length = rng.integers(2, 6)
+        word = ''.join(rng.choice(letters, length))
+        different_words.add(word)
+    words = sorted(different_words)
     rng.shuffle(words)
+
     splits = {'validation': words[:100], 'train': words[100:]}
     for split, words_of_split in splits.items():
-        (directory / f'{split}.en').write_text('\n'.join(words_of_split).upper())
+        upper_case_words = [word.upper() for word in words_of_split]
         reversed_words = [word[::-1] for word in words_of_split]
+        (directory / f'{split}.en').write_text('\n'.join(upper_case_words))
         (directory / f'{split}.xx').write_text('\n'.join(reversed_words))
+
+
+# Sections of the config of `translator`, without its data.
+TRANSLATOR_CONFIG = {
+    'model': {'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
+    'optimizer': {'warmup_steps': 2},
+    'train': {
+        'num_steps': 100,
+        'steps_per_dispatch': 50,
+        'log_every': 50,
+        'eval_every': 100,
+        'checkpoint_every': 100,
+        'batch_size': 32,
+        'accumulation': 1,
+        'lifting': 'vmap',
+    },
+    # A trial for each learning rate. The second rate is too low to learn anything.
+    'trials': {'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
+    'decode': {'beam': 2},
+}
 
 
 @pytest.fixture(scope='session')
 def translator(tiny, tmp_path_factory):
-    """A run that translates words to their reversal.
+    """A finished run that has learned to translate a word to its reversal: bad becomes dab.
 
-    Its second trial has the learning rate 1e-6 and learns nothing.
+    It has two trials. The second one has a learning rate of 1e-6, so it has learned nothing.
     """
     path = tmp_path_factory.mktemp('translate')
     write_reversed_words(path)
-    config = tiny(
-        model={'kind': 'encoder_decoder', 'num_layers': 1, 'vocab_size': 16, 'scan_unroll': 1},
-        data={
-            'name': 'parallel',
-            'path': str(path),
-            'languages': 'en-xx',
-            'eval_sequences': 64,
-            'data_dir': str(path / 'cache'),
-            'tokenizer': 'characters',
-            'lowercase': True,
-        },
-        optimizer={'warmup_steps': 2},
-        train={
-            'num_steps': 100,
-            'steps_per_dispatch': 50,
-            'log_every': 50,
-            'eval_every': 100,
-            'checkpoint_every': 100,
-            'batch_size': 32,
-            'accumulation': 1,
-            'lifting': 'vmap',
-        },
-        trials={'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
-        decode={'beam': 2},
-    )
+    data = {
+        'name': 'parallel',
+        'path': str(path),
+        'languages': 'en-xx',
+        'eval_sequences': 64,
+        'data_dir': str(path / 'cache'),
+        'tokenizer': 'characters',
+        'lowercase': True,
+    }
+    config = tiny(data=data, **TRANSLATOR_CONFIG)
     results = train(config, path / 'run')
     return Translator(path / 'run', results)
 
@@ -980,21 +1131,30 @@ def test_a_file_is_translated_line_by_line(printed, translator, tmp_path):
 def test_a_line_ends_at_a_line_feed_alone(
     printed, translator, tmp_path, monkeypatch, content, lines
 ):
-    """Line i of the output belongs to line i of the input, even if a translation has two lines."""
-    encoded = []
+    """Line i of the output is the translation of line i of the file.
+
+    A line of the file ends at a line feed alone, or at a carriage return with a line feed. Other
+    separators stay within their line.
+    """
+    translated_lines = []
 
     def encode(self, text):
-        encoded.append(text)
+        """Stands for the tokenizer, and records each line that is translated."""
+        translated_lines.append(text)
         return [0]
 
+    def decode(self, ids):
+        """Gives every translation a line feed, which the script prints as a space."""
+        return 'x\ny'
+
     monkeypatch.setattr(Tokenizer, 'encode', encode)
-    monkeypatch.setattr(Tokenizer, 'decode', lambda self, ids: 'x\ny')
+    monkeypatch.setattr(Tokenizer, 'decode', decode)
     (tmp_path / 'in.en').write_bytes(content)
 
     output = printed('translate', f'--source={translator.path}', '--file=in.en')
 
-    # Empty lines are not translated.
-    assert encoded == [line for line in lines if line]
+    # Empty lines are not translated, but have a line in the output.
+    assert translated_lines == [line for line in lines if line]
     assert output.count('\n') == len(lines)
 
 

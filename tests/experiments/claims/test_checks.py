@@ -188,14 +188,21 @@ def test_an_untuned_difference_speaks_by_its_interval(
 def test_an_untuned_difference_stays_open_without_a_sound_baseline(
     low, high, untuned_study, monkeypatch
 ):
-    """The verdict on the baseline is withheld, or one of its trials diverged."""
+    """A difference says nothing of a claim if its baseline is unsound, whatever the interval.
+
+    With a sound baseline, an interval below zero speaks for the claim that the arm is better.
+    """
+    # The study's second arm stands for a sound baseline.
     sound = untuned_study.arms[1]
     arm = with_interval(sound, low, high)
 
+    # A remark that blocks withholds the verdict on the baseline.
     remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
     withheld = dataclasses.replace(sound, remarks=(remark,))
     assert spoken_at_one_rate(untuned_study, arm, withheld, monkeypatch) == Speaks.OPEN
 
-    first_trial = dataclasses.replace(sound.chosen[0], status='diverged')
-    diverged = dataclasses.replace(sound, verdict_trials=(first_trial, *sound.chosen[1:]))
+    # One trial of the baseline has diverged.
+    first_trial, *other_trials = sound.chosen
+    diverged_trial = dataclasses.replace(first_trial, status='diverged')
+    diverged = dataclasses.replace(sound, verdict_trials=(diverged_trial, *other_trials))
     assert spoken_at_one_rate(untuned_study, arm, diverged, monkeypatch) == Speaks.OPEN

@@ -133,24 +133,32 @@ def test_rows_share_the_error_rate_where_one_is_open(three_expectations, three_c
 
 
 @pytest.mark.parametrize(
-    ('relations', 'expected_families'),
+    ('relations', 'expected_numbers_sharing'),
     [(('not_worse', 'equivalent'), [1, 2]), (('not_worse',), [1, 1])],
+    ids=['two relations', 'one relation'],
 )
 def test_relations_that_could_each_refute_a_claim_share_the_error_rate(
-    relations, expected_families, added, monkeypatch
+    relations, expected_numbers_sharing, added, monkeypatch
 ):
-    """Two relations on one arm are a family of 2 tests, since either makes the claim false."""
-    families = []
+    """A claim is false if either of its relations is, so the tests of both share the error rate.
+
+    A relation says what the claim expects of an arm. The arm double/double is worse than the
+    baseline, so 'not_worse' and 'equivalent' are false.
+    """
+    numbers_sharing = []  # how many tests share the error rate, for each time the arm is judged
 
     def recorded(all_cases, num_sharing):
-        families.append(num_sharing)
+        """Stands for judge_cases, and records how many tests share the error rate."""
+        numbers_sharing.append(num_sharing)
         return judge_cases(all_cases, num_sharing)
 
     monkeypatch.setattr('experiments.claims.deciding.judge_cases', recorded)
     false = [expect('double/double', relation, study='lm_added') for relation in relations]
 
     assert decide(make_claim(*false), 'cpu', added).verdict is FAILS_HERE
-    assert families == expected_families
+
+    # Each test first has the whole error rate. As the claim fails, its relations then share it.
+    assert numbers_sharing == expected_numbers_sharing
 
 
 @pytest.fixture(scope='module')
@@ -160,20 +168,29 @@ def lm_dropped():
 
 
 def test_fractions_of_training_share_the_error_rate(lm_dropped, monkeypatch):
-    """The study has evaluations at three fractions before the end."""
-    num_comparisons = []
+    """`measures.early` tests at three times in training which differences still change.
+
+    A change is tested from that time to the end. The study lm_dropped has evaluations at three
+    fractions of its steps before the end.
+    """
+    planned_comparisons = []  # how many comparisons share the error rate, in each call
     judge = decision.judge
 
     def recorded(tested, planned, **options):
-        num_comparisons.append(planned)
+        """Stands for decision.judge, and records how many comparisons share the error rate."""
+        planned_comparisons.append(planned)
         return judge(tested, planned=planned, **options)
 
     monkeypatch.setattr(decision, 'judge', recorded)
     rows = measures.early(lm_dropped)
 
-    # In each row, the number of arms whose difference still changes.
+    # A row counts the arms whose difference still changes: 2 after the first fraction.
     assert [row.value for row in rows] == [2, 0, 0]
-    assert num_comparisons == [3 * lm_dropped.num_comparisons] * 3
+
+    # Each of 3 calls corrects for the study's comparisons at all 3 fractions.
+    num_fractions = 3
+    num_sharing = num_fractions * lm_dropped.num_comparisons
+    assert planned_comparisons == [num_sharing, num_sharing, num_sharing]
 
 
 def test_arms_with_withheld_verdicts_do_not_count_as_changing(lm_dropped):
@@ -222,43 +239,63 @@ def test_a_finer_sweep_is_advised_if_tuning_is_most_of_the_distance(tuning_high,
 
 
 def test_a_bound_farther_away_needs_fewer_seeds(no_o):
+    """`needed` says how many seeds would tell a difference from the bound that decides.
+
+    The arm qk/no_o has a loss 0.011 below the baseline's. The margin is 0.005. So an arm is better
+    below -0.005, and not worse below +0.005. It is equivalent between them: -0.005 is nearer.
+    """
     row, arm = no_o
-    arm = with_difference(arm)
+    arm = with_difference(arm)  # without the uncertainty of tuning
 
     seeds = {}
     for relation, bound in (('better', -0.005), ('equivalent', -0.005), ('not_worse', 0.005)):
-        need = needed(dataclasses.replace(row, relation=relation), arm)
+        row_of_relation = dataclasses.replace(row, relation=relation)
+        need = needed(row_of_relation, arm)
         assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in need.text
         seeds[relation] = need.seeds
 
-    assert seeds['better'] == seeds['equivalent']
+    # The distances to the bound are 0.006, 0.006 and 0.016.
+    assert seeds['equivalent'] == seeds['better']
     assert seeds['better'] > 2 * seeds['not_worse']
 
 
 def test_the_seeds_needed_are_those_of_a_one_sided_test_at_a_second_look(no_o):
+    """More seeds mean a second study of the arm, whose test has the smaller level of a second look.
+
+    A look is a study that tests the arm. Each further look has a smaller share of the error rate.
+    """
     row, arm = no_o
-    arm = with_difference(arm)
+    arm = with_difference(arm)  # without the uncertainty of tuning
     row = dataclasses.replace(row, relation='not_worse')
 
+    # The comparisons of the study share the level of the look.
     second_look = 2
     one_sided_alpha = decision.level(second_look) / arm.verdict.num_comparisons
-    distance = 0.005 - arm.difference.mean
+    # 'not_worse' needs a difference below the margin of 0.005.
+    margin = 0.005
+    distance = margin - arm.difference.mean
     # `to_find` takes the error rate of a two-sided test.
     seeds, _ = inference.to_find(arm.difference, distance, 2 * one_sided_alpha)
     assert needed(row, arm).seeds == seeds
 
 
 def test_the_seeds_for_a_reported_range_are_those_of_a_95_percent_interval(no_o):
-    """The claim reports 0.02 +- 0.01, so the nearer bound of the range is 0.01."""
+    """A claim reports a range of differences, and the 95 % interval of the arm has to be in it.
+
+    The range is 0.02 +- 0.01. The difference of the arm is negative, so the nearer bound is 0.01.
+    """
     row, arm = no_o
-    arm = with_difference(arm)
+    arm = with_difference(arm)  # without the uncertainty of tuning
     row = dataclasses.replace(row, relation='as_reported', expected=0.02, tolerance=0.01)
 
     need = needed(row, arm)
 
-    assert 'from +0.01 nats/token' in need.text
-    distance = 0.01 - arm.difference.mean
-    seeds, _ = inference.to_find(arm.difference, distance, decision.ALPHA)
+    nearer_bound = 0.01
+    assert f'from +{nearer_bound} nats/token' in need.text
+
+    # `to_find` plans the seeds of a two-sided test. Its level of 5 % gives a 95 % interval.
+    distance = nearer_bound - arm.difference.mean
+    seeds, _ = inference.to_find(arm.difference, distance, alpha=0.05)
     assert need.seeds == seeds
 
 
@@ -314,29 +351,49 @@ def lm_added(committed, tmp_path):
     return shutil.copytree(committed / 'claims/cpu/lm_added', tmp_path / 'lm_added')
 
 
+def remove_results(study, variant):
+    """Removes all results of a variant from the directory of a study."""
+    file = study / 'results.jsonl'
+    lines = file.read_text().splitlines(keepends=True)
+    lines_of_others = [line for line in lines if f'"variant": "{variant}"' not in line]
+    file.write_text(''.join(lines_of_others))
+
+
 FULL_SIZE = make_claim(expect('full_size/vo', 'better', 'lm_added'))
 
 
 def test_an_arm_without_results_is_missing(lm_added):
-    """The study has lost the results of full_size/vo."""
-    lines = (lm_added / 'results.jsonl').read_text().splitlines(keepends=True)
-    kept = [line for line in lines if '"variant": "full_size/vo"' not in line]
-    (lm_added / 'results.jsonl').write_text(''.join(kept))
-    results = Results(lm_added.parent)
+    """A claim on an arm stays undecided, and names what is missing, if the arm has no results.
 
-    decided = decide(FULL_SIZE, 'cpu', results)
+    The study lm_added has lost the results of full_size/vo.
+    """
+    remove_results(lm_added, 'full_size/vo')
+
+    # `FULL_SIZE` claims that full_size/vo is better than the baseline.
+    decided = decide(FULL_SIZE, 'cpu', Results(lm_added.parent))
 
     assert decided.verdict is UNDECIDED
     assert decided.rows == ()
-    assert 'lacks the results of' in decided.missing[0]
-    assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in decided.missing[1]
+    # The first sentence is about the study, and the second one about the claim.
+    missing_of_study = decided.missing[0]
+    missing_difference = decided.missing[1]
+    assert 'lacks the results of' in missing_of_study
+    assert 'full_size/vo at d_model=96 on stdlib has no difference from the' in missing_difference
     assert decided.needed == 'the results of lm_added at scale cpu'
 
-    # A claim that compares another arm with full_size/vo lacks this difference.
+
+def test_an_arm_whose_partner_has_no_results_is_missing(lm_added):
+    """A comparison of two arms is missing if the second arm has no results.
+
+    The claim compares double/double with full_size/vo, whose results are lost.
+    """
+    remove_results(lm_added, 'full_size/vo')
     versus_full_size = expect('double/double', 'worse', 'lm_added', versus='full_size/vo')
-    decided = decide(make_claim(versus_full_size), 'cpu', results)
-    end = 'on stdlib has no difference from full_size/vo yet'
-    assert decided.missing[1].endswith(end)
+
+    decided = decide(make_claim(versus_full_size), 'cpu', Results(lm_added.parent))
+
+    # The first sentence is about the study.
+    assert decided.missing[1].endswith('on stdlib has no difference from full_size/vo yet')
 
 
 def test_a_commit_that_no_run_recorded_is_named_so(lm_added):
@@ -427,14 +484,22 @@ def test_measures_at_scale_smoke_decide_nothing(results):
 def test_measures_decide_nothing_where_a_rule_withholds_verdicts(
     blocked, results, tmp_path, monkeypatch
 ):
+    """A measure decides nothing if its study or its baseline has a remark that blocks verdicts.
+
+    A remark is a finding on a study or on an arm, such as a broken rule.
+    """
     findings = results.study('fair_small')
     if blocked == 'study':
         withheld = dataclasses.replace(findings, remarks=(BLOCK,))
     else:
-        baseline = dataclasses.replace(findings.arms[0], remarks=(BLOCK,))
-        withheld = dataclasses.replace(findings, arms=(baseline, *findings.arms[1:]))
+        # The first arm is the baseline.
+        baseline, *other_arms = findings.arms
+        blocked_baseline = dataclasses.replace(baseline, remarks=(BLOCK,))
+        withheld = dataclasses.replace(findings, arms=(blocked_baseline, *other_arms))
+    # The study is not read from the empty directory: these findings stand for it.
     monkeypatch.setattr(studies, 'load_findings', lambda path: withheld)
 
+    # Without the remark, the measure of `MEASURED` speaks for its claim.
     assert decide(MEASURED, 'cpu', Results(tmp_path)).verdict is UNDECIDED
 
 
@@ -471,15 +536,21 @@ SHARED_ENCODER = 'qk/vo?encoder_variant=shared_qk/vo'
 def test_the_last_repeat_that_trained_an_arm_decides_it(
     study, variant, at, deciding_study, look, committed_cpu
 ):
-    """For example, lm_rank_12 repeats lm_rank with rank 12 alone: its look is the second one."""
+    """A study may repeat some arms of an earlier one with other seeds. The last repeat decides.
+
+    For example, lm_rank_12 repeats lm_rank with rank 12 alone. So lm_rank_12 decides the arm of
+    rank 12, which it looks at for the second time. lm_rank decides the arm of rank 4.
+    """
     expected = expect(variant, 'not_worse', study=study, at=at)
     findings = committed_cpu.study(study)
 
+    # The variant has one arm, as the study has one size and one corpus.
     (case,) = cases(expected, findings, committed_cpu)
     ((row, arm),) = judge_cases([case])
 
     assert case.name == deciding_study
     assert row.study == deciding_study
     assert row.kind == at
+    # A withheld verdict does not count looks.
     if arm.verdict.decision is not decision.Decision.NO_VERDICT:
         assert arm.verdict.look == look

@@ -43,16 +43,21 @@ def make_row(speaks, **context):
 
 
 def comparison_of(differences, margin, validation=None):
-    """A comparison with these differences in loss, one for each seed.
+    """A comparison of an arm with its baseline, from a difference in loss for each seed.
 
-    `validation` is the mean on the validation split, by default the mean of the differences.
+    Args:
+        differences: The arm's loss minus the baseline's, on the test split.
+        margin: Smaller differences do not matter.
+        validation: The mean difference on the validation split. By default that of the test split.
     """
     difference = inference.paired_test(list(differences), margin)
+    if validation is None:
+        validation = difference.mean
     return Comparison(
         split='test',
-        differences={},
+        differences={},  # not used here
         difference=difference,
-        validation=difference.mean if validation is None else validation,
+        validation=validation,
         correlation=None,
         num_documents=100,
     )
@@ -69,13 +74,28 @@ def decide_arm(
     num_comparisons=4,
     reasons=(),
 ):
-    """Decides a relation for an arm with 8 seeds, margin 0.005 and this mean difference.
+    """Decides whether an arm with 8 seeds and a margin of 0.005 is as a claim expects.
 
-    Returns the finding, and what it says of the relation.
+    Args:
+        relation: What the claim expects, such as 'not_worse'.
+        mean: The mean difference in loss from the baseline.
+        row: The row of the arm. By default it has no interval.
+        sd: How far the difference of each seed is from the mean.
+        validation: The mean difference on the validation split. By default `mean`.
+        decision: The decision on the arm.
+        num_comparisons: How many comparisons share the error rate.
+        reasons: Why the arm is undecided.
+
+    Returns:
+        The finding, such as 'not worse by the margin', and FOR, AGAINST or OPEN.
     """
+    if row is None:
+        row = make_row(OPEN)
     verdict = Verdict(decision, num_comparisons=num_comparisons, reasons=reasons)
-    comparison = comparison_of([mean - sd, mean + sd] * 4, margin=0.005, validation=validation)
-    return decide_relation(row or make_row(OPEN), relation, verdict, comparison)
+    # 4 seeds lie below the mean, and 4 above it.
+    differences = [mean - sd, mean + sd] * 4
+    comparison = comparison_of(differences, margin=0.005, validation=validation)
+    return decide_relation(row, relation, verdict, comparison)
 
 
 @pytest.mark.parametrize('relation', RELATIONS)
@@ -235,15 +255,21 @@ SLACK = 3 * (0.05 * 0.95 / NUM_CLAIMS) ** 0.5
 
 
 def simulated_rows(differences, relation, num_comparisons):
-    """A row for each context, from the differences of its arm; the contexts differ in size.
+    """Judges an arm in each context, and returns the row of each: what it says of a relation.
 
-    `num_comparisons` is the number of comparisons that share the error rate.
+    Args:
+        differences: For each context, the differences in loss of an arm, one for each seed.
+        relation: What the claim expects of every arm, such as 'not_better'.
+        num_comparisons: How many comparisons share the error rate of 5 %.
     """
     rows = []
+    # The contexts differ in the size of the models.
     for size, differences_of_seeds in enumerate(differences):
         comparison = comparison_of(differences_of_seeds, MARGIN)
-        judgements = judge({0: comparison.difference}, planned=num_comparisons)
-        verdict = Verdict(judgements[0].decision, num_comparisons=num_comparisons)
+        # A study of one arm, whose key is 'arm'.
+        judgements = judge({'arm': comparison.difference}, planned=num_comparisons)
+        decision = judgements['arm'].decision
+        verdict = Verdict(decision, num_comparisons=num_comparisons)
         _, speaks = decide_relation(make_row(OPEN), relation, verdict, comparison)
         rows.append(make_row(speaks, size=str(size)))
     return rows
@@ -294,25 +320,33 @@ CLAIMS = [
 
 @pytest.mark.parametrize(('means', 'relation', 'least', 'most'), CLAIMS)
 def test_a_claim_in_six_contexts_is_rarely_decided_wrongly(means, relation, least, most):
-    """Claims are simulated, and the shares of outcomes are at least `least` and at most `most`.
+    """A wrong verdict on a claim about six contexts occurs with a probability of at most 5 %.
 
-    At first each row has the whole error rate. If the rows disagree, each has a sixth.
+    A claim expects `relation` of an arm in each context, such as a size of models. 300 claims are
+    simulated, with the true mean differences `means`. The share of an outcome must be at least that
+    in `least`, or at most that in `most`.
     """
     rng = np.random.default_rng(0)
     counts = collections.Counter()
     for _ in range(NUM_CLAIMS):
+        # The differences of 8 seeds in each context.
         differences = [rng.normal(mean, SD, SEEDS) for mean in means]
-        rows = simulated_rows(differences, relation, num_comparisons=1)
-        strict_rows = simulated_rows(differences, relation, num_comparisons=len(means))
 
+        # First, each row has the whole error rate.
+        rows = simulated_rows(differences, relation, num_comparisons=1)
         verdict = verdict_on(rows)
+
+        # If the rows disagree or leave the claim open, all six share the error rate.
+        strict_rows = simulated_rows(differences, relation, num_comparisons=len(means))
         if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
             verdict = verdict_on(strict_rows)
         counts[verdict] += 1
+
         if any(row.speaks == FOR for row in strict_rows):
             counts['a row is for it'] += 1
 
     for outcome, share in least.items():
         assert counts[outcome] / NUM_CLAIMS >= share, counts
+    # The slack is three standard errors of a share that is estimated from 300 claims.
     for outcome, share in most.items():
         assert counts[outcome] / NUM_CLAIMS <= share + SLACK, counts
