@@ -103,11 +103,16 @@ def test_an_expectation_as_reported_needs_the_reported_range():
 
 @pytest.mark.parametrize('scale', SCALES)
 def test_studies_have_the_arms_that_claims_expect(scale):
+    """The study that a claim names trains every variant about which the claim says something.
+
+    An expectation is a part of a claim: it names a study and one or two variants.
+    """
     for name, claim in declared.claims().items():
+        configs = studies.studies_of([claim], scale)
         for expected in claim.expected_at(scale):
-            study = studies.studies_of([claim], scale)[expected.study]
+            study = configs[expected.study]
             for variant in expected.variants:
-                # 'qk/no_o [d_ff]' names where the saved parameters are spent.
+                # In 'qk/no_o [d_ff]', the saved parameters are spent on the width d_ff.
                 bare_variant, _, rest = variant.partition(' [')
                 destination = rest.strip(']')
                 assert bare_variant in study.variants, (name, variant)
@@ -136,22 +141,27 @@ def test_studies_are_tuned_except_smoke_runs_and_untuned_ones(path, scale):
 
 
 def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monkeypatch, caplog):
-    """Claim E2 has two studies; lm_added is damaged."""
-    reported = []
+    """Each study of a claim gets a report, even if a study before it cannot be read.
+
+    Claim E2 has the studies lm_added, which is damaged, and lm_untuned.
+    """
+    reported_studies = []
 
     def write_report(path):
+        """Stands for the report of a study. That of lm_added fails."""
         if path.name == 'lm_added':
             raise ReportError('study.json is damaged')
-        reported.append(path.name)
+        reported_studies.append(path.name)
 
     monkeypatch.setattr(studies, 'write_report', write_report)
+    # A study without results would get no report.
     for name in ('lm_added', 'lm_untuned'):
         (tmp_path / name).mkdir()
         (tmp_path / name / 'results.jsonl').write_text('{}')
 
     studies.report(declared.chosen(['E2']), tmp_path)
 
-    assert reported == ['lm_untuned']
+    assert reported_studies == ['lm_untuned']
     assert 'no report of study lm_added: study.json is damaged' in caplog.text
 
 

@@ -56,17 +56,25 @@ def test_claims_are_read_as_written(tmp_path):
 
 
 def test_answers_are_read_with_numbers_of_rows_in_six_digits(tmp_path):
-    """Large numbers have one decimal; whole numbers and `attention` are not rounded."""
+    """An answer is written with the numbers of its rows in six digits, and read so again.
+
+    An answer is a change of attention with rows, which are differences in loss.
+    """
     row = dataclasses.replace(
         STORED_ANSWERS[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891
     )
-    write(tmp_path, ANSWERS, [*STORED_ANSWERS, Answer('a', 'b', 0.1234567, (row,))])
+    answer = Answer('name', 'variant', attention=0.1234567, rows=(row,))
+    write(tmp_path, ANSWERS, [*STORED_ANSWERS, answer])
 
-    *stored_answers, answer = read_answers(tmp_path)
+    *stored_answers, answer_read = read_answers(tmp_path)
 
+    # The committed answers have rounded numbers, so they are read as they are.
     assert tuple(stored_answers) == STORED_ANSWERS
-    assert answer.attention == 0.1234567
-    row_read = answer.rows[0]
+
+    # `attention` is a number of the answer itself, which is not rounded.
+    assert answer_read.attention == 0.1234567
+    row_read = answer_read.rows[0]
+    # Whole numbers keep all digits, and large ones keep those before the point and one decimal.
     assert row_read.value == 1234567.0
     assert row_read.low == 0.0123457
     assert row_read.high == 1234567.9
@@ -96,9 +104,13 @@ def test_an_altered_claims_file_is_refused(tmp_path):
 def test_a_claims_file_with_a_wrong_field_is_refused(
     changes_of_row, changes_of_claim, message, tmp_path
 ):
-    """The file is written by hand, without the checksum of `write`."""
+    """A file of claims with a field of an invalid value is refused, and the claim is named.
+
+    The file is written by hand, without the checksum that `write` adds.
+    """
     claim = dataclasses.asdict(STORED['B2'])
-    claim['rows'][0].update(changes_of_row)
+    first_row = claim['rows'][0]
+    first_row.update(changes_of_row)
     claim.update(changes_of_claim)
     (tmp_path / CLAIMS).write_text(json.dumps([claim]))
 
@@ -271,64 +283,84 @@ def answer_row(value, *, model='decoder', kind=Kind.MATCHED, **fields):
 
 
 def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
-    """All verdicts of the masked model and of the change c are withheld."""
+    """The table of answers leaves out a difference in loss whose verdict is withheld.
+
+    An answer is a change of attention, here a, b or c, with its differences in kinds of models.
+    """
+    # Three rows with a difference each, of a decoder unless a model is named.
+    # An arm is short if its loss is above that of a simple model, its yardstick.
     withheld = answer_row(0.125, model='masked LM', decision='no verdict')
     short = answer_row(0.25, decision='worse', is_short=True, length='at this length')
     settled = answer_row(0.5, decision='worse', length='settled')
     answers = [
-        Answer('a', 'a/b', None, rows=(short, withheld)),
-        Answer('b', 'a/b', None, rows=(settled,)),
-        Answer('c', 'a/b', None, rows=(withheld,)),
+        Answer('a', 'a/b', attention=None, rows=(short, withheld)),
+        Answer('b', 'a/b', attention=None, rows=(settled,)),
+        Answer('c', 'a/b', attention=None, rows=(withheld,)),
     ]
     write(tmp_path, CLAIMS, SHOWN)
     write(tmp_path, ANSWERS, answers)
 
     lines = pages.answers_markdown(tmp_path, '.').splitlines()
 
-    assert lines[0] == '|  | size of attention | decoder, equal count | verdict |'
-    assert lines[2] == '| a | - | +0.250† | worse at this length |'
-    assert lines[3] == '| b | - | +0.500 | worse, settled |'
-    assert not lines[4]
-    assert '†: a loss above' in lines[5]
-    assert 'Masked' not in lines[5]
+    # No column is left for the masked model, and no row for c. A dagger marks the short arm.
+    heading, _, row_of_a, row_of_b, empty_line, caption = lines[:6]
+    assert heading == '|  | size of attention | decoder, equal count | verdict |'
+    assert row_of_a == '| a | - | +0.250† | worse at this length |'
+    assert row_of_b == '| b | - | +0.500 | worse, settled |'
+    assert not empty_line
+
+    # The caption explains the dagger, and does not name the masked model.
+    assert '†: a loss above' in caption
+    assert 'Masked' not in caption
 
 
 @pytest.mark.stored
 def test_answers_have_a_row_of_longer_training(committed, monkeypatch):
-    """Here the same study stands for both lengths."""
+    """An answer has a row of the usual training, and a row of four times the steps.
+
+    Here the study lm_added stands for both lengths, so both rows have the same difference.
+    """
     model = dataclasses.replace(
         export.MODELS['decoder'], studies=('lm_added',), longer_studies=('lm_added',)
     )
     monkeypatch.setattr(export, 'MODELS', {'decoder': model})
+    # A single change of attention, whose variant is double/double.
     monkeypatch.setattr(export, 'CHANGES', {'products': 'double/double'})
 
     answers = export.answers(Results(committed / 'claims/cpu'))
 
     assert len(answers) == 1
-    short = answers[0].row('decoder', Kind.MATCHED)
-    longer = answers[0].row('decoder', Kind.LONGER)
-    assert longer.value == short.value
-    assert short.length == 'at this length'
-    assert longer.length is None
+    short_row = answers[0].row('decoder', Kind.MATCHED)
+    longer_row = answers[0].row('decoder', Kind.LONGER)
+    assert longer_row.value == short_row.value
+    # `length` says whether longer training confirms a row, so only the short row has it.
+    assert short_row.length == 'at this length'
+    assert longer_row.length is None
 
 
 @pytest.fixture
 def longer_answers(tmp_path):
-    """A directory with two answers; the first one was also trained for 4 times the steps."""
+    """A directory with two answers: the changes 'drop W_Q' and 'Q = K' of a decoder.
+
+    Both are worse than the baseline. 'drop W_Q' was also trained for 4 times the steps, where its
+    difference in loss is 0.25 in place of 0.5.
+    """
 
     def worse_row(value, **fields):
+        """A row of an arm that is worse by `value`, with a 95 % interval of +-0.01."""
         low = value - 0.01
         high = value + 0.01
         return answer_row(value, low=low, high=high, decision='worse', **fields)
 
-    first_rows = (
+    rows_of_drop = (
         worse_row(0.5, length='at this length: shrinks'),
-        worse_row(0.25, kind='longer'),
+        worse_row(0.25, kind=Kind.LONGER),
     )
-    second_rows = (worse_row(0.75, length='at this length'),)
+    rows_of_sharing = (worse_row(0.75, length='at this length'),)
+    # Both changes save a quarter of attention's parameters.
     answers = [
-        Answer('drop W_Q', 'a/b', -0.25, first_rows),
-        Answer('Q = K', 'a/b', -0.25, second_rows),
+        Answer('drop W_Q', 'a/b', attention=-0.25, rows=rows_of_drop),
+        Answer('Q = K', 'a/b', attention=-0.25, rows=rows_of_sharing),
     ]
     write(tmp_path, ANSWERS, answers)
     return tmp_path
@@ -368,23 +400,29 @@ def test_claims_with_differences_have_figures(written):
 
 
 def test_figures_show_the_numbers_of_the_rows():
+    """The figure of a claim has a point for the value of each of the claim's differences.
+
+    Its first panel has differences at the baseline's shape (SAME_SHAPE). Its second panel has
+    differences at equal parameter count (MATCHED).
+    """
     claim = STORED['E4']
-    # Each difference has a row of a kind, such as MATCHED, or none.
-    differences = group_parts(claim.rows)
-    expected = []
+    # A group has the rows of one variant and setting, by their kind.
+    groups = group_parts(claim.rows)
+    expected_means = []
     for kind in (Kind.SAME_SHAPE, Kind.MATCHED):
-        expected += [
-            rows_by_kind[kind].value for rows_by_kind in differences if kind in rows_by_kind
-        ]
+        for rows_by_kind in groups:
+            if kind in rows_by_kind:
+                expected_means.append(rows_by_kind[kind].value)
 
     means = []
     for ax in claim_figure(claim).figure().axes:
         for points in ax.collections:
             if points.get_label() == 'mean':
+                # One point is drawn at a time, at the difference and a line of the panel.
                 x, _ = points.get_offsets()[0]
                 means.append(x)
 
-    assert means == expected
+    assert means == expected_means
     assert len(means) > 10
 
 
@@ -417,20 +455,27 @@ def test_the_only_line_of_a_figure_is_named_by_its_variant():
 
 
 def test_of_two_rows_of_one_kind_the_deciding_one_is_shown(tmp_path):
-    """Rows that speak BESIDE decide nothing."""
+    """Of two rows of the same kind of difference, a page shows the one that decides the claim.
+
+    A row that speaks BESIDE is only shown, and decides nothing.
+    """
     rows = (
-        no_o(Kind.SAME_SHAPE, Speaks.FOR, 0.1, 'worse', shape='equal'),
-        no_o(Kind.MATCHED, Speaks.BESIDE, 0.2, shape='equal'),
-        no_o(Kind.SAME_SHAPE, Speaks.BESIDE, 0.3, shape='matched'),
-        no_o(Kind.MATCHED, Speaks.OPEN, 0.4, 'undecided', shape='matched'),
+        no_o(Kind.SAME_SHAPE, Speaks.FOR, value=0.1, decision='worse', shape='equal'),
+        no_o(Kind.MATCHED, Speaks.BESIDE, value=0.2, shape='equal'),
+        no_o(Kind.SAME_SHAPE, Speaks.BESIDE, value=0.3, shape='matched'),
+        no_o(Kind.MATCHED, Speaks.OPEN, value=0.4, decision='undecided', shape='matched'),
     )
 
     groups = group_parts(rows)
 
+    # All rows are of the variant qk/no_o, and differ in `shape` at most. So they are one group.
     assert len(groups) == 1
     rows_by_kind = groups[0]
     assert rows_by_kind[Kind.SAME_SHAPE].value == 0.1
     assert rows_by_kind[Kind.MATCHED].value == 0.4
+    # The context of a group is without `shape`.
     assert rows_by_kind[Kind.MATCHED].context == {}
+
+    # The page has the verdicts of the two deciding rows: SAME_SHAPE, then MATCHED.
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=rows)])
     assert '| worse / undecided |' in pages.group_markdown(tmp_path, '.', 'b')
