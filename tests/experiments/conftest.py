@@ -68,8 +68,12 @@ def save_model(path: Path, config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def added_flags_removed():
-    """Removes the flags and log handlers that the block adds, as scripts define the same flags."""
-    app.define_help_flags()
+    """Undoes what a script changes in this process: its flags, and how the package logs.
+
+    A script defines command-line flags in the global `flags.FLAGS`. The next script that runs in
+    this process may define the same flags, which would be an error.
+    """
+    app.define_help_flags()  # otherwise a script would, in the block
     flags_before = set(flags.FLAGS)
     logger = logging.getLogger('qkattn')
     handlers = logger.handlers[:]
@@ -80,7 +84,7 @@ def added_flags_removed():
     finally:
         for flag in set(flags.FLAGS) - flags_before:
             delattr(flags.FLAGS, flag)
-        flags.FLAGS.unparse_flags()
+        flags.FLAGS.unparse_flags()  # the next script reads its own command line
         logger.handlers = handlers
         logger.level = level
         logger.propagate = propagate
@@ -88,19 +92,23 @@ def added_flags_removed():
 
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
-    """Runs a qkattn command in this process, as in script_here('ablate', '--flag=1')."""
+    """A function that runs a qkattn command in this process and returns its exit code and texts.
+
+    script_here('ablate', '--flag=1') runs `qkattn ablate --flag=1`. The working directory has the
+    configs study.py and run.py. The result has returncode, stdout and stderr.
+    """
     # An installed script does not have the working directory '' on its path.
     installed_path = [path for path in sys.path if path]
     monkeypatch.setattr(sys, 'path', installed_path)
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
-        code = 0
+        code = 0  # of a script that returns
         with added_flags_removed():
             try:
                 main()
             except SystemExit as stopped:
-                code = stopped.code or 0
+                code = stopped.code or 0  # SystemExit(None) is a success as well
         output, errors = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, code, output, errors)
 

@@ -27,9 +27,15 @@ RUN = suites.decoder(layers=2, width=16, heads=2, context=12, vocabulary=11, bat
 
 
 def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
+    """`race` times the rows of a benchmark in rounds, and returns those rows that do not fail.
+
+    A row is timed by calls of its work. The work `writes_letter` appends the row's letter to a file
+    at each call, and reports the process that it runs in.
+    """
     module = 'tests.experiments.works'
     file = tmp_path / 'calls'
     a_settings = {'file': str(file), 'letter': 'a'}
+    # A call of b counts as a million steps, and a call of a as one.
     b_settings = {'file': str(file), 'letter': 'b', 'steps': 1e6}
     rows = [
         Row('a', a_settings, extra={'tokens': 10}, work=f'{module}:writes_letter'),
@@ -41,18 +47,24 @@ def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
     a, b = race(rows, rounds=3, seconds=0)
 
     # Each row is called twice when it is built, and then once a round.
-    assert file.read_text() == 'aabb' + 'ab' * 3
-    # Rows of the same work run in one process, which is not this one.
-    assert a.extra['here'] != os.getpid()
-    assert b.extra['here'] == a.extra['here']
-    assert a.extra == {'here': a.extra['here'], 'tokens': 10}
-    assert b.extra == {'here': a.extra['here']}
-    # Times are per step, and a call of b counts as 1e6 steps.
+    assert file.read_text() == 'aa' + 'bb' + 'ab' + 'ab' + 'ab'
+
+    # a and b have the same work, so they run in one process, which is not this one.
+    process = a.extra['here']
+    assert process != os.getpid()
+    assert a.extra == {'here': process, 'tokens': 10}
+    assert b.extra == {'here': process}
+
+    # A row has a time of each round, in seconds per step. A call of a and of b takes about as long.
     assert len(a.rounds) == 3
     assert b.median < a.median / 1e3
+
+    # A warning has the first line of an error. The ValueError has a second line, 'and more'.
     assert 'raises_value_error is left out: ValueError: no such kernel' in caplog.text
+    assert 'and more' not in caplog.text
+
+    # The last row ends its process, which breaks the pool of processes.
     assert 'exits_in_second_round is left out: BrokenProcessPool' in caplog.text
-    assert 'and more' not in caplog.text  # the second line of the ValueError
 
 
 @pytest.fixture
@@ -82,16 +94,22 @@ def test_a_benchmark_of_another_schema_is_refused(written_group, tmp_path):
 
 @pytest.mark.parametrize('scale', suites.SCALES)
 def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
-    """Nothing is timed or trained."""
+    """The suites of a benchmark can be built at every scale, with names that tell rows apart.
+
+    A suite yields groups of rows, and a row is a program to time. Nothing is timed or trained here.
+    """
 
     def check_and_time_as_a_second(rows, **_):
+        """Stands for race: checks names and models, and says that each row takes one second."""
         names = {row.name for row in rows}
         assert len(names) == len(rows)
         for row in rows:
             if 'model' in row.settings:
+                # Raises an error if the model is not valid.
                 from_json(ModelConfig, row.settings['model'])
         return [Row(row.name, {}, [1.0], row.extra) for row in rows]
 
+    # Counting FLOPs and running a study take long, so numbers stand for them.
     monkeypatch.setattr(suites, 'race', check_and_time_as_a_second)
     monkeypatch.setattr(suites.cost, 'training_flops_per_token', lambda model: 8)
     monkeypatch.setattr(suites, '_ablate', lambda *flags: 1.0)
@@ -99,9 +117,12 @@ def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
     for suite in suites.SUITES.values():
         groups.extend(suite(suites.SCALES[scale]))
 
+    # There are 5 suites, and each has at least one group.
     assert len(groups) >= 5
     group_names = {group.name for group in groups}
     assert len(group_names) == len(groups)
+
+    # The reference is the row that others are compared with.
     for group in groups:
         if group.reference:
             assert group.row(group.reference)
@@ -120,33 +141,44 @@ class Reference(NamedTuple):
 
 @pytest.fixture(scope='module')
 def reference():
+    """Parameters and random tokens of a small decoder, with qkattn's loss and gradients on them.
+
+    Models of the benchmark that are written in other ways have to give the same numbers.
+    """
+    # 2 rows of 12 inputs, each with the token after it as target, from 11 different tokens.
     tokens = np.random.default_rng(0).integers(11, size=(2, 13))
     inputs_BT = tokens[:, :-1]
-    batch = {
+    microbatch = {
         'tokens_BT': inputs_BT,
         'targets_BT': tokens[:, 1:],
         'loss_weights_BT': np.ones(inputs_BT.shape, np.float32),
     }
-    batch = {name: array[None] for name, array in batch.items()}
+    # A batch has a leading axis of microbatches. Here there is one.
+    batch = {name: array[None] for name, array in microbatch.items()}
 
-    # Every gain differs from 1 and from the others, so that a missing or swapped one shows.
-    arrays, definition = jax.tree.flatten(step.init_trial(RUN, 0)['params'])
+    # Noise makes every gain of a norm differ from 1, so that a missing or swapped one shows.
+    initial_params = step.init_trial(RUN, 0)['params']
+    arrays, definition = jax.tree.flatten(initial_params)
     keys = jax.random.split(jax.random.key(1), len(arrays))
-    noisy = []
+    noisy_arrays = []
     for array, key in zip(arrays, keys, strict=True):
-        noisy.append(array + 0.1 * jax.random.normal(key, array.shape))
-    params = definition.unflatten(noisy)
+        noise = 0.1 * jax.random.normal(key, array.shape)
+        noisy_arrays.append(array + noise)
+    params = definition.unflatten(noisy_arrays)
 
     loss, grads = step.gradients(RUN, params, batch)
     return Reference(params, grads, loss, tokens, batch)
 
 
 def as_jax_gpt(params):
-    """Parameters or gradients of qkattn in the structure of `jax_gpt`."""
+    """Puts parameters or gradients of qkattn into the structure that `jax_gpt` has for them.
+
+    qkattn stacks the arrays of all layers along a first axis. `jax_gpt`, the same model in plain
+    JAX, has a list with a dictionary for each layer.
+    """
     blocks = params['blocks']
     score = blocks['attention']['score']
     value = blocks['attention']['value']
-    # Arrays of all layers, with a leading axis of layers.
     stacked = {
         'q': score['w_q_DNH'],
         'k': score['w_k_DKH'],
@@ -157,9 +189,11 @@ def as_jax_gpt(params):
         'attention_gain': blocks['attention_norm']['g_D'],
         'mlp_gain': blocks['mlp_norm']['g_D'],
     }
+
     layers = []
     for layer in range(RUN.model.num_layers):
-        layers.append({name: array[layer] for name, array in stacked.items()})
+        arrays_of_layer = {name: array[layer] for name, array in stacked.items()}
+        layers.append(arrays_of_layer)
     return {
         'embedding': params['w_embedding_VD'],
         'position': params['w_position_TD'],
@@ -169,7 +203,11 @@ def as_jax_gpt(params):
 
 
 def as_torch_gpt(params):
-    """Parameters or gradients of `jax_gpt` in the names of `torch_gpt`, with weights [out, in]."""
+    """Renames parameters or gradients of `jax_gpt` to those of `torch_gpt`, the model in PyTorch.
+
+    A weight has the axes [out, in] in PyTorch, so matrices are transposed. The matrices of queries,
+    keys and values are one matrix there.
+    """
     d_model = RUN.model.d_model
     arrays = {
         'embedding': params['embedding'],
@@ -177,6 +215,7 @@ def as_torch_gpt(params):
         'norm': params['gain'],
     }
     for number, layer in enumerate(params['layers']):
+        # All heads together are d_model wide.
         q, k, v, o = [layer[name].reshape(d_model, d_model).T for name in ('q', 'k', 'v', 'o')]
         block = f'blocks.{number}'
         arrays[f'{block}.attention_norm'] = layer['attention_gain']
@@ -200,24 +239,31 @@ def assert_agree(result, expected):
 
 @pytest.mark.slow
 def test_functional_jax_takes_the_same_step(reference):
-    """Loss, gradients and one AdamW step of `jax_gpt` are those of qkattn's training step."""
+    """The benchmark's model in plain JAX, `jax_gpt`, trains as qkattn's model does.
+
+    From the same parameters and tokens, both have the same loss and gradients. One step of AdamW
+    gives the same parameters.
+    """
     model = to_json(RUN.model)
     params = as_jax_gpt(reference.params)
     grads = as_jax_gpt(reference.grads)
     initial = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, params)
 
+    # The reference has qkattn's loss and gradients.
     loss_of = functools.partial(jax_gpt.loss, model)
     loss_and_grads = jax.value_and_grad(loss_of)(params, reference.tokens)
     assert_agree(loss_and_grads, (reference.loss, grads))
 
+    # A step of `jax_gpt`.
     optimizer = jax_gpt.optimizer()
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     params_after = optax.apply_updates(params, updates)
 
+    # A step of qkattn, with the learning rate and the weight decay of `jax_gpt`.
+    # After the warm-up, the learning rate is at its peak, as it always is in `jax_gpt`.
     trial = step.init_trial(RUN, 0) | {'params': reference.params, 'alive': True}
     hyper = {'seed': 0, 'learning_rate': 1e-3, 'weight_decay': 0.1}
-    # After the warm-up, the learning rate is at its peak, as in `jax_gpt`.
     peak_step = RUN.optimizer.warmup_steps
     trial_after, _ = step.train_trial(RUN, peak_step, trial, hyper, reference.batch)
     assert_agree(params_after, as_jax_gpt(trial_after['params']))
@@ -225,15 +271,19 @@ def test_functional_jax_takes_the_same_step(reference):
 
 @pytest.mark.slow
 def test_torch_computes_the_same_gradients(reference):
+    """The benchmark's model in PyTorch has qkattn's loss and gradients, from equal parameters."""
     torch = pytest.importorskip('torch', exc_type=ImportError)
     from experiments.benchmark import torch_gpt
 
     model = torch_gpt.GPT(to_json(RUN.model))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert num_parameters == cost.count(RUN.model)['total']
+
+    # The model gets the parameters of the reference, under its own names.
     arrays = as_torch_gpt(as_jax_gpt(reference.params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
 
+    # `backward` computes the gradients.
     loss = model(torch.tensor(reference.tokens))
     loss.backward()
 
@@ -252,6 +302,10 @@ def test_a_stack_counts_the_steps_of_every_trial():
 
 
 def test_the_cache_is_as_large_as_the_cost_predicts():
+    """The cache of keys and values takes the memory that `cost` gives for one token of a model.
+
+    `greedy` builds the continuation of 2 prompts, whose cache has room for the full context.
+    """
     num_rows = 2
     num_tokens = 3
     work = suites.greedy(to_json(RUN.model), rows=num_rows, prompt=2, tokens=num_tokens)
@@ -260,26 +314,32 @@ def test_the_cache_is_as_large_as_the_cost_predicts():
     floats_per_token = cost.cache_floats_per_token(RUN.model)
     num_cached_tokens = num_rows * RUN.model.context
     assert work.extra['cache_bytes'] == bytes_per_float * num_cached_tokens * floats_per_token
+
+    # A step is one further token of every row.
     assert work.steps == num_tokens
     assert work.extra['tokens'] == num_rows
 
 
 def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
+    """The benchmark of reading takes rows of tokens from places at random in all files (shards)."""
     first_tokens = []  # the position of the first token of each row, in reading order
     windows = TokenDataset.windows
 
     def recorded(self, split, first_B, size):
+        """Stands for the reading of B rows, and records where they begin."""
         first_tokens.extend(first_B.tolist())
         return windows(self, split, first_B, size)
 
     monkeypatch.setattr(TokenDataset, 'windows', recorded)
-    shard_size = 40_000
+    shard_size = 40_000  # tokens
     work = reading.batches(str(tmp_path / 'shards'), shards=3, ids=shard_size, context=1024)
     work.run(1)
 
-    # One call reads 10 batches of 16 rows.
+    # One call reads 10 batches. A batch has 16 rows of 1024 tokens.
     assert work.steps == 10
     assert work.extra == {'tokens': 16 * 1024}
+
+    # Positions count the tokens of all shards, one shard after another.
     shards_read = {first // shard_size for first in first_tokens}
     assert shards_read == {0, 1, 2}
     assert first_tokens != sorted(first_tokens)
@@ -310,15 +370,19 @@ def test_sparse_shards_take_no_disk(tmp_path):
 
 @pytest.mark.slow
 def test_the_smallest_run_measures_every_row(printed, tmp_path):
+    """A benchmark at the smallest scale, `smoke`, writes the times of every row of every suite."""
     all_suites = ','.join(suites.SUITES)
     printed('benchmark', f'--suite={all_suites}', '--scale=smoke', '--out=out')
 
-    written = json.loads((tmp_path / 'out/benchmark.json').read_text())
-    groups = written['groups']
+    benchmark = json.loads((tmp_path / 'out/benchmark.json').read_text())
+    groups = benchmark['groups']
     assert {group['suite'] for group in groups} == set(suites.SUITES)
+
     rows = []
     for group in groups:
         rows.extend(group['rows'])
+    # The suites have 15 rows or more together, if none was left out for an error.
     assert len(rows) >= 15
+    # `rounds` has the time of each round.
     for row in rows:
         assert row['rounds']

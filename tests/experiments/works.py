@@ -20,9 +20,9 @@ def raises_value_error() -> Work:
 
 
 def exits_in_second_round() -> Work:
-    """Ends its process at the fourth call.
+    """A work that ends its process with exit code 3 at the fourth call, which is round 2.
 
-    The first call warms up, the second is timed while building, and the third is round 1.
+    A race makes the first call to warm up, and the second one to plan. The third one is round 1.
     """
     num_calls = 0
 
