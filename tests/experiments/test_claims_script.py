@@ -52,43 +52,70 @@ def workdir(files, tmp_path, monkeypatch):
     return tmp_path / 'runs'
 
 
-def test_an_export_is_checked_by_deciding_it_again(printed, workdir, tmp_path, monkeypatch):
-    pages_of = []
-    monkeypatch.setattr(pages, 'write_page', pages_of.append)
-    shutil.copytree(workdir / 'fair_small', workdir / 'lm_scaling')  # belongs to no claim
-    kept = tmp_path / 'kept'
+@pytest.fixture
+def export_directory(tmp_path):
+    return tmp_path / 'exported'
 
-    text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={kept}')
 
+@pytest.fixture
+def exporting(printed, workdir, export_directory, monkeypatch):
+    """Decides `CLAIMS_HERE` and exports them; gives the printed text and the written pages.
+
+    The studies are exported with the claims. So is the study lm_scaling, which belongs to no claim.
+    """
+    directories_of_pages = []
+    monkeypatch.setattr(pages, 'write_page', directories_of_pages.append)
+    shutil.copytree(workdir / 'fair_small', workdir / 'lm_scaling')
+    text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={export_directory}')
+    return text, directories_of_pages
+
+
+def test_claims_are_decided_and_exported_with_their_studies(exporting, export_directory):
+    text, directories_of_pages = exporting
+
+    # The check of E7 is true on the left alone, for which the claim has the words 'one is left'.
     assert 'E7  holds' in text
     assert ' only if one is left\n' in text
     assert 'holds for' not in text
+
+    # The study fair_small supports E8. E9 also needs masked_lm, which is not there.
     assert 'E8  holds' in text
     assert 'E9  undecided' in text
     assert 'study masked_lm has no results' in text
-    assert pages_of == [str(kept)]
-    assert (kept / 'fair_small/study.json').exists()
-    assert (kept / 'lm_scaling/study.json').exists()
 
-    # `check` returns the number of rows: E7 has 2, and E8 and E9 have 3 each.
-    stored = read_claims(kept)
+    assert directories_of_pages == [str(export_directory)]
+    assert (export_directory / 'fair_small/study.json').exists()
+    assert (export_directory / 'lm_scaling/study.json').exists()
+
+
+def test_an_export_is_checked_by_deciding_it_again(exporting, export_directory):
+    """`check` decides the claims of an export again, and refuses what differs from the files."""
+    # The check of E7 gives two rows. E8 and E9 each have a difference at equal parameter count.
+    # Two further rows split it: removing parameters, and spending them elsewhere.
+    stored = read_claims(export_directory)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert [len(claim.rows) for claim in stored] == [2, 3, 3]
-    assert export.check(kept) == 8
 
+    # `check` returns the number of rows that it has compared.
+    num_rows = 2 + 3 + 3
+    assert export.check(export_directory) == num_rows
+
+    # The stored verdict on E7 is changed.
     failed = dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS)
-    write(kept, CLAIMS, [failed, *stored[1:]])
+    write(export_directory, CLAIMS, [failed, *stored[1:]])
     with pytest.raises(ReportError, match="verdict of E7 is 'fails', but its checks and .*"):
-        export.check(kept)
+        export.check(export_directory)
 
-    write(kept, CLAIMS, stored[:2])
+    # E9 is declared, but not stored.
+    write(export_directory, CLAIMS, stored[:2])
     with pytest.raises(ReportError, match='is declared: E9'):
-        export.check(kept)
+        export.check(export_directory)
 
-    write(kept, CLAIMS, stored)
-    write(kept, ANSWERS, [Answer('drop W_Q', 'query_free/vo', -0.25)])
+    # An answer is stored that does not follow from the studies.
+    write(export_directory, CLAIMS, stored)
+    write(export_directory, ANSWERS, [Answer('drop W_Q', 'query_free/vo', -0.25)])
     with pytest.raises(ReportError, match='is declared: drop W_Q'):
-        export.check(kept)
+        export.check(export_directory)
 
 
 @pytest.mark.parametrize('train', ['--train', '--notrain'])
@@ -128,19 +155,25 @@ def test_the_list_of_claims_has_their_titles(printed):
 
 
 def test_a_plan_has_a_line_for_each_study(printed):
+    """A dry run of a claim prints how many runs and trials each of its studies takes.
+
+    Claim B7 has the study lm_rank, which lm_rank_12 repeats. A run trains one or more trials.
+    """
     text = printed('claims', 'B7', '--scale=gpu', '--dry_run')
 
-    # A header, a rule, a line for each study, and the total.
-    lines = text.splitlines()
-    assert lines[0].startswith('study')
+    # The lines are a header, a rule, one for each study, and the total.
+    header, _, *rows = text.splitlines()
+    assert header.startswith('study')
     names = []
     runs = []
     trials = []
-    for line in lines[2:]:
-        cells = line.split()
+    for row in rows:
+        # The first cells are a name, a number of runs and a number of trials.
+        cells = row.split()
         names.append(cells[0])
         runs.append(int(cells[1]))
         trials.append(int(cells[2]))
+
     assert names == ['lm_rank', 'lm_rank_12', 'total']
     assert runs[0] + runs[1] == runs[2]
     assert trials[0] + trials[1] == trials[2]

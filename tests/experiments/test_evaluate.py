@@ -67,7 +67,11 @@ DOCUMENTS = [{'text': 'def f(x):\n    return x + 1  # one more'}, SHORT_DOCUMENT
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """The directory tasks/ with four tasks and the data of three; copies.json is not there yet."""
+    """The directory tasks/ with four tasks of lm-evaluation-harness: a file each, and their data.
+
+    The tasks are own_choices, own_texts, own_last_words and own_copies. The data of own_copies,
+    copies.json, are not there yet.
+    """
     datasets = pytest.importorskip('datasets', reason="pip install -e '.[datasets]'")
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
     directory = tmp_path / 'tasks'
@@ -75,9 +79,11 @@ def tasks(tmp_path, monkeypatch):
     (directory / 'choices.json').write_text(json.dumps(QUESTIONS))
     (directory / 'texts.json').write_text(json.dumps(DOCUMENTS))
     (directory / 'short.json').write_text(json.dumps([SHORT_DOCUMENT]))
+
+    # Each of these texts is a task in YAML, which says where its data lie.
     for number, task in enumerate((CHOICES, TEXTS, LAST_WORDS, COPIES)):
-        text = task.replace('DIRECTORY', str(directory))
-        (directory / f'task{number}.yaml').write_text(text)
+        task_with_path = task.replace('DIRECTORY', str(directory))
+        (directory / f'task{number}.yaml').write_text(task_with_path)
     return directory
 
 
@@ -148,15 +154,28 @@ def perplexity_of_last_words(plain):
     return math.exp(-np.mean(nats))
 
 
-def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
-    pytest.importorskip('lm_eval', reason=REASON)
-    plain = OneTokenAtATime(run)
-    # The first of two copies is what the model writes.
+def write_copies(file, plain):
+    """Writes the data of the task own_copies: two prompts with the text that a model should write.
+
+    The first text is what the model does write, so half of them are matched.
+    """
+    continuation = plain.continuation('def f(', num_tokens=4)
     copies = [
-        {'prompt': 'def f(', 'continuation': plain.continuation('def f(', num_tokens=4)},
+        {'prompt': 'def f(', 'continuation': continuation},
         {'prompt': 'x', 'continuation': 'another'},
     ]
-    (tasks / 'copies.json').write_text(json.dumps(copies))
+    file.write_text(json.dumps(copies))
+
+
+def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
+    """`evaluate` runs tasks of lm-evaluation-harness, with the results that plain code computes.
+
+    The tasks lie in files of the directory tasks/. The plain code predicts one token at a time. It
+    gives log p(text | context) and the most likely continuation of a prompt.
+    """
+    pytest.importorskip('lm_eval', reason=REASON)
+    plain = OneTokenAtATime(run)
+    write_copies(tasks / 'copies.json', plain)
 
     names = ('own_choices', 'own_texts', 'own_last_words', 'own_copies')
     flags = ('--task_dir=tasks', f'--tasks={",".join(names)}', '--out=out/all.json')
@@ -165,27 +184,36 @@ def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_
     for name in names:
         assert name in text
     assert text.splitlines()[-1] == 'wrote out/all.json'
-    written = json.loads((tmp_path / 'out/all.json').read_text())
-    assert written['qkattn']['tokenizer'] == 'bytes'
-    assert written['qkattn']['step'] == 12
 
-    results = written['results']
-    assert results['own_choices']['acc,none'] == pytest.approx(accuracy_on_questions(plain))
+    # The run has a tokenizer of bytes, and was trained for 12 steps.
+    evaluation = json.loads((tmp_path / 'out/all.json').read_text())
+    assert evaluation['qkattn']['tokenizer'] == 'bytes'
+    assert evaluation['qkattn']['step'] == 12
+
+    # The harness names a result by its metric and a filter, which is `none` here.
+    results = evaluation['results']
+    accuracy = accuracy_on_questions(plain)
+    assert results['own_choices']['acc,none'] == pytest.approx(accuracy)
 
     perplexity = perplexity_of_last_words(plain)
     assert results['own_last_words']['perplexity,none'] == pytest.approx(perplexity, rel=1e-4)
 
-    short = SHORT_DOCUMENT['text']
-    bits = -plain.log_likelihood('', short) / math.log(2)
-    bits_per_byte = bits / len(short.encode())
+    # A log-likelihood is in nats. A nat is 1 / ln 2 bits.
+    short_text = SHORT_DOCUMENT['text']
+    bits = -plain.log_likelihood(context='', text=short_text) / math.log(2)
+    bits_per_byte = bits / len(short_text.encode())
     assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits_per_byte, rel=1e-4)
 
+    # One of two copies is what the model writes.
     assert results['own_copies']['exact_match,none'] == 0.5
 
 
 def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run):
+    """A task without its data, or with a text that has no tokens, ends in one sentence."""
     pytest.importorskip('lm_eval', reason=REASON)
+    # The task own_choices has lost its data.
     (tasks / 'choices.json').unlink()
+    # The task own_texts has a text with byte 0, which separates documents.
     text_with_separator = {'text': 'a\0b and more'}
     (tasks / 'short.json').write_text(json.dumps([text_with_separator]))
 
@@ -193,12 +221,12 @@ def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run
         ('own_choices', '--tasks=own_choices cannot be read (FileNotFoundError: '),
         ('own_texts', "the text 'a\\x00b and more' cannot be encoded: text holds byte 0"),
     ):
-        done = script_here('evaluate', 'run', '--task_dir=tasks', f'--tasks={task}')
+        completed = script_here('evaluate', 'run', '--task_dir=tasks', f'--tasks={task}')
 
-        assert done.returncode == 2
-        assert 'Traceback' not in done.stderr
+        assert completed.returncode == 2
+        assert 'Traceback' not in completed.stderr
         # The harness shows its progress before the last line.
-        assert done.stderr.splitlines()[-1].startswith(message)
+        assert completed.stderr.splitlines()[-1].startswith(message)
 
 
 @pytest.mark.slow

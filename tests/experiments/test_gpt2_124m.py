@@ -40,6 +40,10 @@ def shards(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
+    """The recipe of GPT-2 124M trains on files of tokens (shards) in the format of llm.c.
+
+    At the scale `smoke`, it trains one tiny model for ten steps.
+    """
     flags = (f'--config.data.path={shards}', f'--config.data.data_dir={tmp_path}/cache')
     printed('train', '--config=gpt2_124m:smoke', *flags, '--workdir=run')
 
@@ -48,7 +52,8 @@ def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
     result = results[0]
     assert result['status'] == 'finished'
     assert result['num_steps'] == 10
-    # IDs are drawn uniformly, and an untrained model predicts nearly uniformly.
+
+    # Token IDs are drawn uniformly, and after ten steps a model predicts nearly uniformly.
     assert result['val_loss'] == pytest.approx(np.log(VOCAB_SIZE), abs=0.1)
     assert result['data']['fingerprints'].keys() == {'train', 'validation'}
 
@@ -67,17 +72,24 @@ def test_the_study_carves_a_test_split_from_the_train_shards(tmp_path, shards):
 
 @pytest.mark.slow
 def test_the_study_trains_from_shards(printed, tmp_path, shards):
+    """The study of GPT-2 124M trains all its variants on files of tokens (shards) of llm.c.
+
+    The files are of a train and a validation split. A test split is carved out of train. At the
+    scale `smoke`, tiny models are trained for ten steps.
+    """
     data = (f'--config.base.data.path={shards}', f'--config.base.data.data_dir={tmp_path}/cache')
     printed('ablate', '--config=ablation_124m:smoke', *data, '--workdir=study')
 
     results = studies.read_lines(tmp_path / 'study/results.jsonl')
-    # 7 variants with 2 seeds each.
-    assert len({result['variant'] for result in results}) == 7
-    assert len(results) == 14
+    num_variants = 7
+    num_seeds = 2
+    assert len({result['variant'] for result in results}) == num_variants
+    assert len(results) == num_variants * num_seeds
     for result in results:
         assert result['status'] == 'finished'
         assert result['num_steps'] == 10
         assert result['data']['carved'].keys() == {'test'}
+        # Token IDs are drawn uniformly, and after ten steps a model predicts nearly uniformly.
         assert abs(result['test_loss'] - np.log(VOCAB_SIZE)) < 0.1
 
 
@@ -90,15 +102,25 @@ def test_an_unknown_scale_is_refused(refusal, script, config):
 
 
 def test_the_arms_of_the_study_have_the_parameter_count_of_gpt2(printed):
+    """Every arm of the study has the parameter count of GPT-2 124M, to a hundredth of a percent.
+
+    An arm is a variant of attention in a model that is widened or narrowed to this count. A dry run
+    prints a table of the arms.
+    """
     text = printed(*STUDY, '--dry_run')
 
     # The first table ends with a row for each of 7 arms.
+    num_arms = 7
     table = text.split('\n\n')[0].splitlines()
-    rows = [line.split() for line in table[-7:]]
+    rows = [line.split() for line in table[-num_arms:]]
     variants = [row[0] for row in rows]
     assert variants[:2] == ['qk/vo', 'query_free/vo']
+
+    # Cell 10 is the parameter count. It has 36,096 more than GPT-2, whose vocabulary is padded.
     baseline_parameters = rows[0][10]
     assert baseline_parameters == '124,475,904'
+
+    # Cell 11 is the deviation from the baseline's count.
     for row in rows:
         deviation_percent = float(row[11].rstrip('%'))
         assert abs(deviation_percent) < 0.01

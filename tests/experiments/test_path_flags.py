@@ -48,14 +48,17 @@ NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}
 def flags_of(script: Path) -> dict[str, str]:
     """The flags that a script defines and the functions that define them.
 
-    For example, {'out': 'define_path', 'list': 'DEFINE_bool'}.
+    A script with flags.DEFINE_bool('list', ...) and cli.define_path('out', ...) gives
+    {'list': 'DEFINE_bool', 'out': 'define_path'}. The script is parsed, but does not run.
     """
     functions = {}
-    for node in ast.walk(ast.parse(script.read_text())):
+    syntax_tree = ast.parse(script.read_text())
+    for node in ast.walk(syntax_tree):
+        # A call of an attribute of a module, such as cli.define_path(...).
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             function = node.func.attr
             if function.startswith(('DEFINE_', 'define_path')):
-                flag = node.args[0].value
+                flag = node.args[0].value  # the first argument
                 functions[flag] = function
     return functions
 

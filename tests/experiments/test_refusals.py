@@ -155,7 +155,12 @@ def names_a_model(command):
     ('command', 'message'), CASES, ids=[' '.join(command)[-60:] for command, _ in CASES]
 )
 def test_bad_input_is_one_sentence(command, message, refusal, request, tmp_path, capsys):
-    # Most commands need no model, and training one takes seconds.
+    """A command with a wrong flag ends in one line that says what is wrong, and writes no file.
+
+    `command` has the words of a command, such as ('train', '--config=small').
+    """
+    # Some commands read a model: run/, pair/ or decoder/ in the working directory.
+    # The fixture `sources` trains one, so it is asked for only where it is needed.
     if names_a_model(command):
         sources = request.getfixturevalue('sources')
         for name, path in sources.items():
@@ -163,9 +168,10 @@ def test_bad_input_is_one_sentence(command, message, refusal, request, tmp_path,
         capsys.readouterr()  # drop what training printed
     names_before = {path.name for path in tmp_path.iterdir()}
 
+    # `refusal` also checks the exit code, and that the message is one line.
     assert message in refusal(*command)
 
-    # Importing the config may cache its bytecode.
+    # Importing a config may cache its bytecode.
     names_after = {path.name for path in tmp_path.iterdir()}
     assert names_after - names_before <= {'__pycache__'}
 
@@ -197,15 +203,22 @@ def last_line_of_failure(script_here, command):
     ],
 )
 def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, settings, message):
-    """In the same sentence, whether or not the data have to be tokenized for it."""
+    """A dry run refuses settings with the same sentence as the command that starts training.
+
+    `dry_run` has the words of a dry run: `POD` of a training run on a TPU, or `PLAN` of a study.
+    `settings` has a wrong setting.
+    """
     flags = [f'--{setting}' for setting in settings]
-    start = [word for word in dry_run if not word.startswith('--dry_run')]
+    # The command that starts training has no --dry_run, but a directory.
+    words_without_dry_run = [word for word in dry_run if not word.startswith('--dry_run')]
+    start = [*words_without_dry_run, '--workdir=w']
 
     sentence_of_dry_run = last_line_of_failure(script_here, [*dry_run, *flags])
-    sentence_of_start = last_line_of_failure(script_here, [*start, '--workdir=w', *flags])
+    sentence_of_start = last_line_of_failure(script_here, [*start, *flags])
 
     assert message in sentence_of_dry_run
     assert sentence_of_start == sentence_of_dry_run
+    # Nothing was started.
     assert not (tmp_path / 'w').exists()
 
 
@@ -227,19 +240,25 @@ def test_a_class_that_an_own_module_lacks_is_named(refusal, tmp_path):
     assert "own has no 'Miss'" in sentence
 
 
-@pytest.mark.parametrize('overrides', [[], ['--config.train.num_steps=3']], ids=['', 'override'])
+@pytest.mark.parametrize(
+    'overrides', [[], ['--config.train.num_steps=3']], ids=['no override', 'override']
+)
 @pytest.mark.parametrize(
     ('returned', 'kind'),
     [
-        ("{'train': {'num_steps': 3}}", 'a value of type dict'),
-        ('None', 'nothing'),
-        ("'small'", 'a value of type str'),
-        ('Config', 'a value of type type'),
+        pytest.param("{'train': {'num_steps': 3}}", 'a value of type dict', id='dict'),
+        pytest.param('None', 'nothing', id='None'),
+        pytest.param("'small'", 'a value of type str', id='name of a config'),
+        pytest.param('Config', 'a value of type type', id='class in place of an object'),
     ],
 )
 def test_a_config_file_that_returns_something_else_is_refused(
     refusal, tmp_path, returned, kind, overrides
 ):
+    """A config file defines get_config(), which has to return a Config or a Study.
+
+    `returned` is what it returns in place of them. A flag that overrides a setting changes nothing.
+    """
     source = f'from qkattn.config import Config\n\ndef get_config():\n    return {returned}\n'
     (tmp_path / 'own.py').write_text(source)
 

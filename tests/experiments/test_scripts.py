@@ -579,7 +579,7 @@ def test_a_run_is_analyzed_on_a_text(refusal, printed, run, tmp_path):
     assert (values['drift', 'A'] == 0).all()
     assert (values['drift', 'B'] == 0).all()
 
-    # The last line names the directory. The line above is the layer's row of the table.
+    # The last line names the directory. The line before it is the layer's row of the table.
     # This row has means over heads, but for the induction score the best head.
     printed_row = text.splitlines()[-2].split()
     for number in (
@@ -665,7 +665,8 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
 
     # Bits per byte need the texts' lengths in bytes, which the tokens record.
     assert result['val_bits_per_byte'] > 0
-    # The loss of a model that knows only the frequency of each token, in nats per token.
+    # `unigram_loss` is the loss of a model that knows only how frequent each token is.
+    # The texts have over ten different characters, so it exceeds 1 nat per token.
     assert result['data']['unigram_loss'] > 1
 
     text = printed('generate', 'run', '--prompt=train ', '--num_tokens=8')

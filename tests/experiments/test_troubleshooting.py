@@ -43,17 +43,26 @@ def test_a_refusal_is_quoted_as_it_is_printed(command, refusal):
 
 
 def message_parts() -> Iterator[str]:
-    """Yields the constant parts of all texts in the code, split where values are inserted."""
+    """Yields the constant parts of all texts in the code, split where values are inserted.
+
+    For example, the f-string f'unknown {name}, known: {names}' has the parts 'unknown ' and
+    ', known: '.
+    """
     for folder in ('qkattn', 'experiments'):
         for path in (ROOT / folder).rglob('*.py'):
-            for node in ast.walk(ast.parse(path.read_text())):
+            syntax_tree = ast.parse(path.read_text())
+            for node in ast.walk(syntax_tree):
+                # A constant is a plain string, or a part of an f-string.
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    # Messages of the log have values at %s.
                     yield from node.value.split('%s')
 
+    # Templates of reports have values in {{ }}, and statements in {% %}.
     template_tag = r'{{.*?}}|{%.*?%}'
     for path in (ROOT / 'qkattn/report/templates').glob('*.j2'):
         yield from re.split(template_tag, path.read_text())
 
+    # Shell scripts have values in $variables, within quotes and continued lines.
     shell_variable_or_quote = r'\$\{?\w+\}?|[\'"]|\\\n'
     for path in (ROOT / 'launch').glob('*.sh'):
         yield from re.split(shell_variable_or_quote, path.read_text())

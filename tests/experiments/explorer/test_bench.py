@@ -1,5 +1,6 @@
 """Symbols against numbers: every registered variant, at sizes that a reader can follow."""
 
+import functools
 import re
 
 import jax
@@ -25,6 +26,7 @@ VARIANTS += [f'{score}/{value}' for score, value in FOLDER_VARIANTS]
 VARIANTS += ['/'.join(pair) for pair in FOLDER_VARIANTS]
 
 
+@functools.cache
 def benches_of_variants(dims, heads):
     """The bench of each variant, and the variants that have none at these sizes."""
     benches = {}
@@ -48,35 +50,58 @@ def point_of(bench, arrays):
 
 
 @pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
-def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
-    benches, refused_variants = benches_of_variants(dims, heads)
+def test_some_variants_have_no_bench(dims, heads):
+    """A bench writes the matrices of a variant with symbols, which a few variants do not allow."""
+    _, refused_variants = benches_of_variants(dims, heads)
+
     expected_refusals = {'nonlinear_query/vo'}  # has no matrices
     if heads == 1:
-        expected_refusals.add('qk/examples.gauge_fixed:GaugeFixedVO')
+        expected_refusals.add('qk/examples.gauge_fixed:GaugeFixedVO')  # needs narrower heads
     if dims == 3:
         expected_refusals.add('qk/examples.hadamard:Hadamard')  # needs a power of two
     assert refused_variants == expected_refusals
 
+
+def numeric_matrices_of(benches, arrays):
+    """The matrices A and B of each variant in float64, as its attention layer computes them.
+
+    `arrays` has the values of each variant's parameters.
+    """
+
+    # All variants are compiled together.
+    @jax.jit
+    def matrices_of_layers(arrays):
+        matrices = {}
+        for variant, parameters in arrays.items():
+            layer = benches[variant].filled(parameters)
+            matrices[variant] = layer.matrix()
+        return matrices
+
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, matrices_of_layers(arrays))
+
+
+@pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
+def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
+    """The matrices A and B of a variant, written with symbols, are those that its layer computes.
+
+    A gives the logits of a head, and B its output. Their entries are polynomials of the entries of
+    W_Q, W_K, W_V and W_O. For the same random parameters, both ways give the same numbers.
+    """
+    benches, _ = benches_of_variants(dims, heads)
     rng = np.random.default_rng(0)
     arrays = {}
     for variant, bench in benches.items():
         arrays[variant] = [rng.standard_normal(p.initial.shape) for p in bench.parameters]
 
-    # All numeric matrices are compiled together, in float64.
-    @jax.jit
-    def numeric_matrices(arrays):
-        matrices = {}
-        for variant, parameters in arrays.items():
-            matrices[variant] = benches[variant].filled(parameters).matrix()
-        return matrices
-
-    with jax.enable_x64(True):
-        expected = jax.tree.map(np.asarray, numeric_matrices(arrays))
+    numeric_matrices = numeric_matrices_of(benches, arrays)
 
     for variant, bench in benches.items():
+        # `point` has the value of each symbol. `bench.AB` has the two matrices of symbols.
         point = point_of(bench, arrays[variant])
-        for symbolic, numeric in zip(bench.AB, expected[variant], strict=True):
-            np.testing.assert_allclose(numbers(symbolic, point), numeric, rtol=0, atol=1e-12)
+        for symbolic, numeric in zip(bench.AB, numeric_matrices[variant], strict=True):
+            evaluated = numbers(symbolic, point)
+            np.testing.assert_allclose(evaluated, numeric, rtol=0, atol=1e-12)
 
 
 @pytest.fixture
@@ -111,15 +136,23 @@ def test_an_unknown_operation_of_a_variant_is_named(monkeypatch):
 
 
 def test_symbols_are_reversed_selected_and_joined(x_122):
+    """`evaluate` applies a JAX function to symbols in place of numbers.
+
+    `x_122` has one 2 x 2 matrix of symbols, with the rows (x11, x12) and (x21, x22).
+    """
+
     def first_rows(x_122):
         reversed_rows = x_122[:, ::-1]
         diagonal_alone = jnp.where(jnp.eye(2) > 0, x_122, 7.0)
-        return jnp.concatenate([reversed_rows, diagonal_alone])[:, 0]
+        both_matrices = jnp.concatenate([reversed_rows, diagonal_alone])
+        return both_matrices[:, 0]
 
+    # A function may have several results. This one has one.
     (rows_22,) = evaluate(first_rows, x_122)
 
     x11, _ = x_122[0, 0]
     x21, x22 = x_122[0, 1]
+    # Reversed, the last row comes first. Outside of the diagonal, 7 replaces x12.
     assert rows_22.tolist() == [[x21, x22], [x11, 7]]
 
 
@@ -169,17 +202,29 @@ def test_text_has_the_equations_of_a_variant():
 
 
 def test_latex_has_the_equations_of_a_variant():
+    """`worked` writes the equations of an attention layer as LaTeX, with symbols for its entries.
+
+    The layer has 2 heads, 2 tokens and 2 dimensions. So W_Q has 2 rows and 1 column in a head.
+    """
     text = worked(Bench('qk/vo', heads=2), latex=True)
 
+    # The equations of A, of scores, of B and of the output have a block each.
     assert text.count(r'\begin{align*}') == 4
     assert text.count(r'\end{align*}') == 4
-    for part in (
-        r'  a_{2,21} &= q_{2,21} k_{2,11} \\',
-        r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\',
-        r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}',
-        r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})',
-    ):
-        assert part in text
+
+    # A[n] = W_Q[n] W_K[n]^T. The first index is the head n, then row and column.
+    entry_of_A = r'  a_{2,21} &= q_{2,21} k_{2,11} \\'
+    assert entry_of_A in text
+    shape_of_W_Q = r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\'
+    assert shape_of_W_Q in text
+
+    # A product of a column and a row has rank 1.
+    end_of_matrix_A = r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}'
+    assert end_of_matrix_A in text
+
+    # Probabilities are the softmax of scores. A head is 1 wide, so its scale of 1 is left out.
+    softmax = r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})'
+    assert softmax in text
 
 
 def test_an_entry_that_is_minus_another_has_no_symbol_of_its_own():

@@ -64,55 +64,69 @@ def pairs_to_drive(offered_variants):
 
 @pytest.fixture(scope='module')
 def results(chromium, page_html, offered_variants, tmp_path_factory):
-    """Opens the page with drive_page.js in Chromium; gives the result of each step by name."""
+    """What the page shows in Chromium after each step of a user, by the name of the step.
+
+    The script drive_page.js takes the steps: it drags numbers, types, chooses variants and follows
+    links. For example, results['drag']['inputs'] has the numbers after the step `drag`.
+    """
+    # The page gets two scripts: one that collects errors, and the one that takes the steps.
     pairs = pairs_to_drive(offered_variants)
     script = f'const PAIRS = {json.dumps(pairs)};\n{DRIVE_PAGE}'
-    driven = page_html.replace('</head>', f'<script>{COLLECT_PROBLEMS}</script></head>')
-    driven = driven.replace('</body>', f'<script>{script}</script></body>')
+    driven_page = page_html.replace('</head>', f'<script>{COLLECT_PROBLEMS}</script></head>')
+    driven_page = driven_page.replace('</body>', f'<script>{script}</script></body>')
 
+    # Chromium opens the page without a window, and prints its final HTML.
     folder = tmp_path_factory.mktemp('explorer')
     file = folder / 'page.html'
-    file.write_text(driven, encoding='utf-8')
+    file.write_text(driven_page, encoding='utf-8')
     command = [chromium, *FLAGS, f'--user-data-dir={folder}/profile', file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     # The script leaves its results in the page as JSON.
-    texts = re.findall('<pre id="results">(.*?)</pre>', done.stdout, re.S)
+    texts = re.findall('<pre id="results">(.*?)</pre>', completed.stdout, re.S)
     assert len(texts) == 1
     return json.loads(html.unescape(texts[0]))
 
 
 def layer_of(bench: Bench, inputs: dict):
-    """The float64 layer of a bench with the numbers on the page, such as inputs['W_Q:0,1,0']."""
+    """The attention layer of a variant whose parameters are the numbers on the page.
+
+    Args:
+        bench: A variant and its small sizes.
+        inputs: The numbers on the page. For example, inputs['W_Q:0,1,0'] is the entry of W_Q in
+            head 0, row 1 and column 0.
+    """
     arrays = []
     for parameter in bench.parameters:
-        flat = np.empty(parameter.initial.size)
-        # `by_head` has the flat position of each entry [head, row, column].
+        flat_array = np.empty(parameter.initial.size)
+        # positions[head, row, column] is the place of an entry in the flat array.
         positions = parameter.by_head
         if positions.ndim == 2:
             positions = positions[:, None]  # the page shows a vector as one row
         for (head, row, column), position in np.ndenumerate(positions):
-            flat[position] = inputs[f'{parameter.name}:{head},{row},{column}']
-        arrays.append(jnp.asarray(flat.reshape(parameter.initial.shape)))
+            flat_array[position] = inputs[f'{parameter.name}:{head},{row},{column}']
+        array = flat_array.reshape(parameter.initial.shape)
+        arrays.append(jnp.asarray(array))
     return bench.filled(arrays)
 
 
-def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
-    """Checks the results on the page against a layer with the numbers on the page.
+def expected_on_page(inputs: dict, x_BTD: np.ndarray, variant: str, causal: bool) -> dict:
+    """The matrices that the page should show, by their names there, in float64.
 
-    The page shows T = 2 tokens, D = 2 dimensions and one head.
+    Args:
+        inputs: The numbers on the page.
+        x_BTD: The tokens, 2 x 2 with a leading axis for one row.
+        variant: The variant of attention.
+        causal: Whether a token does not see later tokens.
     """
-    inputs = shown['inputs']
-    x_BTD = np.empty((1, 2, 2))
-    for token, dim in np.ndindex(2, 2):
-        x_BTD[0, token, dim] = inputs[f'x:0,{token},{dim}']
-
     with jax.enable_x64(True):
         layer = layer_of(Bench(variant, tokens=2, dims=2, heads=1), inputs)
         out_BTE = layer(jnp.asarray(x_BTD), Mask(causal=causal))
         A_NDE, B_NDE = layer.matrix()
         A_NDE = np.asarray(A_NDE)
         B_NDE = np.asarray(B_NDE)
+
+    # Logits and probabilities are computed by plain code.
     mask_BTS = np.ones((1, 2, 2), bool)
     if causal:
         mask_BTS = np.tril(mask_BTS)
@@ -120,7 +134,7 @@ def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
     p_BNTS = oracle.probabilities(s_BNTS, mask_BTS)
 
     A_DE = A_NDE[0]
-    expected_matrices = {
+    return {
         'A0': A_DE,
         'A0symmetric': (A_DE + A_DE.T) / 2,
         'A0skew': (A_DE - A_DE.T) / 2,
@@ -129,6 +143,27 @@ def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
         'P0': p_BNTS[0, 0],
         'out': np.asarray(out_BTE[0]),
     }
+
+
+def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
+    """Asserts that the results on the page are those of an attention layer.
+
+    The layer has the numbers on the page as its parameters. The page shows T = 2 tokens, D = 2
+    dimensions and one head.
+
+    Args:
+        shown: What the page shows. shown['inputs'] has the numbers, and shown['results'] the
+            entries of the matrices that follow from them.
+        variant: The variant of attention, such as 'qk/vo'.
+        causal: Whether a token does not see later tokens.
+    """
+    inputs = shown['inputs']
+    x_BTD = np.empty((1, 2, 2))
+    for token, dim in np.ndindex(2, 2):
+        x_BTD[0, token, dim] = inputs[f'x:0,{token},{dim}']
+
+    expected_matrices = expected_on_page(inputs, x_BTD, variant, causal)
+    # The page names an entry by its matrix, row and column, as in 'A0:0,1'.
     expected = {}
     for name, matrix in expected_matrices.items():
         for (row, column), entry in np.ndenumerate(matrix):
@@ -153,16 +188,23 @@ def test_a_number_is_dragged_to_its_limit_at_most(results):
 
 
 def test_a_dragged_number_changes_the_results_that_depend_on_it(results):
-    """An entry of the first row of W_Q is dragged, and x is the identity."""
+    """After the step `drag`, an entry in the first row of W_Q has another value.
+
+    The page has one head of qk/vo and two tokens, whose matrix x is the identity. So A = W_Q W_K^T
+    changes in its first row. So do the logits S ~ x A x^T, their softmax P, and the output P x B.
+    """
     assert_computed(results['drag'], 'qk/vo')
 
     before = results['start']['results']
     after = results['drag']['results']
     changed = {place for place in after if after[place] != before[place]}
     # The symmetric and skew parts of A may change anywhere.
-    changed = {place for place in changed if not place.startswith(('A0symmetric', 'A0skew'))}
+    parts_of_A = ('A0symmetric', 'A0skew')
+    changed_matrices = {place for place in changed if not place.startswith(parts_of_A)}
+
+    # A place is a matrix, a row and a column. All rows are 0.
     first_rows = {'A0:0,0', 'A0:0,1', 'S0:0,0', 'S0:0,1', 'P0:0,0', 'P0:0,1', 'out:0,0', 'out:0,1'}
-    assert changed == first_rows
+    assert changed_matrices == first_rows
 
 
 def test_a_typed_number_is_clamped_when_it_is_left(results):
