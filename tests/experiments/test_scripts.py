@@ -355,7 +355,7 @@ def lines_with_single_spaces(text):
 
 
 def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
-    """A dry run of training prints what it would cost; it compiles and writes nothing.
+    """A dry run of training prints what it would cost. It compiles and writes nothing.
 
     The config `small` trains 3 seeds for 600 steps, on 16 rows of 64 tokens a step.
     """

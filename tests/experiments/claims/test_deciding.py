@@ -158,6 +158,7 @@ def test_relations_that_could_each_refute_a_claim_share_the_error_rate(
     assert decide(make_claim(*false), 'cpu', added).verdict is FAILS_HERE
 
     # Each test first has the whole error rate. As the claim fails, its relations then share it.
+    # A single relation shares it with no other.
     assert numbers_sharing == expected_numbers_sharing
 
 
@@ -184,7 +185,7 @@ def test_fractions_of_training_share_the_error_rate(lm_dropped, monkeypatch):
     monkeypatch.setattr(decision, 'judge', recorded)
     rows = measures.early(lm_dropped)
 
-    # A row counts the arms whose difference still changes: 2 after the first fraction.
+    # Each row counts the arms whose difference still changes. After the first fraction, 2 do.
     assert [row.value for row in rows] == [2, 0, 0]
 
     # Each of 3 calls corrects for the study's comparisons at all 3 fractions.
@@ -392,7 +393,7 @@ def test_an_arm_whose_partner_has_no_results_is_missing(lm_added):
 
     decided = decide(make_claim(versus_full_size), 'cpu', Results(lm_added.parent))
 
-    # The first sentence is about the study.
+    # missing[0] says that the study lacks results.
     assert decided.missing[1].endswith('on stdlib has no difference from full_size/vo yet')
 
 
