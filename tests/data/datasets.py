@@ -17,9 +17,9 @@ def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_t
     """A tokenized dataset of version '1', made of arrays instead of files.
 
     Args:
-        name: The name of the dataset. Followed by the name of a split, it is the fingerprint of
-            the split, which stands for a hash of its tokens.
-        tokenizer: The tokenizer. Each of its separators in the tokens ends a document.
+        name: The name of the dataset. The fingerprint of a split is this name followed by the
+            name of the split. In a real dataset, it is a hash of the tokens.
+        tokenizer: The tokenizer. Each separator in the tokens ends a document.
         splits: The tokens of each split.
         bytes_per_token: The number of bytes of text that each token counts as.
     """
@@ -29,7 +29,7 @@ def token_dataset(name: str, tokenizer: Any, splits: dict[str, Any], bytes_per_t
             num_documents=np.count_nonzero(tokens == tokenizer.separator),
             num_tokens=len(tokens),
             num_bytes=bytes_per_token * len(tokens),
-            # That of tokens which are all different.
+            # The entropy of tokens that are all different.
             unigram_nats_per_token=float(np.log(max(len(tokens), 1))),
             fingerprint=name + split,
         )
@@ -53,10 +53,9 @@ def documents(corpus: Corpus, language: str | None = None) -> dict[str, list[byt
 
 
 def register(monkeypatch: pytest.MonkeyPatch, name: str, texts: dict[str, Iterable[bytes]]):
-    """Makes a dataset of these texts known, so that the setting data.name can name it.
+    """Registers a dataset of version '1' under a name, for the setting data.name.
 
-    `texts` are the documents of each split. They are named 'train 0', 'train 1' and so on. The
-    version of the dataset is '1'.
+    `texts` has the documents of each split. Their names are 'train 0', 'train 1' and so on.
     """
 
     def document_names(split):

@@ -36,15 +36,15 @@ def corpus_of(texts=TEXTS, names=None, languages=(), **others) -> Corpus:
 
     Args:
         texts: The documents of the train split.
-        names: A function that returns the names of a split's documents. By default there are none.
-        languages: The languages of a corpus of translations, such as ('en', 'de'). Document i of
-            each language is text i with the language put before it, as in b'endocument 0'.
+        names: A function that returns the names of a split's documents. None means no names.
+        languages: The languages of a corpus of translations, such as ('en', 'de'). A document in
+            English is a text with b'en' before it, as in b'endocument 0'.
         others: The documents of other splits, as in test=[b'text'].
     """
     splits = {'train': texts, **others}
 
     def documents_in(language):
-        """The documents of every split in one language, or unchanged if the language is None."""
+        """The documents of every split, each with the language before it. None adds nothing."""
         prefix = (language or '').encode()
         prefixed = {}
         for split, split_texts in splits.items():
@@ -76,7 +76,7 @@ def test_a_tenth_of_the_documents_is_carved_for_each_missing_split():
     corpus = carve_missing_splits(corpus_of(all_texts), test=False)
 
     assert corpus.carved == {'validation': 0.1, 'test': 0.1}
-    # The version of the corpus was '1'. The rule of carving has version 2.
+    # '1' is the version of the corpus, and 'carved2' is version 2 of the carving rule.
     assert corpus.version == '1-carved2-validation-test'
 
     # Every document is in exactly one split.
@@ -90,7 +90,7 @@ def test_a_tenth_of_the_documents_is_carved_for_each_missing_split():
     # The training documents keep their order.
     assert texts['train'] == [text for text in all_texts if text in texts['train']]
 
-    # The hashes choose these two. Another choice would change published splits.
+    # Published results use these splits, so the same documents must stay in test.
     assert texts['test'][:2] == [b'document 9\n', b'document 11\n']
 
 
@@ -110,15 +110,15 @@ def test_the_order_of_documents_does_not_change_the_splits():
 def test_a_split_that_the_corpus_has_is_not_carved(present, missing):
     """Only the missing split is carved from train.
 
-    It gets the documents that it would get if both were missing.
+    It gets the same documents as when both splits are missing.
     """
     both_carved = carve_missing_splits(corpus_of(TEXTS), test=False)
     with_one_split = corpus_of(TEXTS, **{present: [b'x\n']})
 
-    # A test split beside a validation split has to be asked for.
+    # If the corpus has a validation split, a test split is carved only with test=True.
     carved = carve_missing_splits(with_one_split, test=missing == 'test')
 
-    # The version of the corpus was '1'. The rule of carving has version 2.
+    # '1' is the version of the corpus, and 'carved2' is version 2 of the carving rule.
     assert carved.version == f'1-carved2-{missing}'
     assert carved.carved == {missing: 0.1}
     texts = documents(carved)
@@ -173,7 +173,7 @@ def test_carving_keeps_the_names_of_documents(others):
 def test_both_sides_of_a_translation_are_carved_alike():
     """A text and its translation are in the same split, at the same place.
 
-    The two differ only in the language that `corpus_of` puts before them.
+    In this corpus, the text b'x' is b'enx' in English and b'dex' in German.
     """
     from_english = carve_missing_splits(corpus_of(TEXTS, languages=('en', 'de')), test=False)
     from_german = carve_missing_splits(corpus_of(TEXTS, languages=('de', 'en')), test=False)
@@ -193,10 +193,9 @@ def test_both_sides_of_a_translation_are_carved_alike():
 
 
 def test_few_documents_are_cut_at_line_ends():
-    """Each document of a small corpus is cut into parts for train, validation and test.
+    """With fewer than 20 documents, each document is cut into train, validation and test.
 
-    With fewer than 20 documents, whole documents would be too coarse. Each cut moves to the end of
-    its line.
+    Each cut moves to the end of its line.
     """
     lines = [b'%03d\n' % number for number in range(100)]  # of equal length
     text = b''.join(lines)
@@ -212,7 +211,7 @@ def test_few_documents_are_cut_at_line_ends():
 
 
 def test_few_documents_beside_a_test_split_are_cut_once():
-    """Where only validation is missing, each document of train is cut after 90 percent."""
+    """If only validation is missing, each document of train is cut after 90 percent."""
     lines = [b'%03d\n' % number for number in range(100)]  # of equal length
     text = b''.join(lines)
 
@@ -252,7 +251,7 @@ def test_no_document_is_more_than_5_percent_of_an_evaluation(num_documents):
     cut_sizes = np.minimum(sizes, limit)
     assert cut_sizes.max() <= 0.05 * cut_sizes.sum()
 
-    # As little as possible is cut. With a limit of two bytes more, a document would be too long.
+    # The limit is as large as possible. With two bytes more, a document has over 5 percent.
     longer_sizes = np.minimum(sizes, limit + 2)
     assert longer_sizes.max() > 0.05 * longer_sizes.sum()
 
@@ -286,11 +285,11 @@ def test_text_in_lower_case_has_another_version(monkeypatch):
 
 
 def test_documents_that_are_equal_in_lower_case_are_in_one_split(monkeypatch):
-    """Texts become lower case before splits are carved, so no split holds a copy of another's."""
+    """Texts become lower case before splits are carved, so equal texts are in one split."""
     different_texts = [f'document {number}\n'.encode() for number in range(95)]
     upper_case_copies = [text.upper() for text in different_texts]
     corpus = corpus_of(different_texts + upper_case_copies)
-    # The corpus takes the place of a registered one, so that `find` opens it.
+    # `find` opens this corpus in place of the registered 'stdlib'.
     monkeypatch.setitem(CORPORA, 'stdlib', Source(lambda config: corpus))
 
     splits = documents(find(DataConfig(name='stdlib', lowercase=True)))
@@ -329,7 +328,7 @@ PAIRS = {
 
 
 def written_corpus(directory, files, name='text', **settings):
-    """Writes files (texts or bytes by name) into a directory, and opens it as a corpus."""
+    """Writes files, given as {name: text or bytes}, and opens their directory as a corpus."""
     for file, content in files.items():
         path = directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -339,8 +338,8 @@ def written_corpus(directory, files, name='text', **settings):
 
 
 def test_a_text_file_is_cut_at_line_ends_into_90_5_and_5_percent(tmp_path):
-    """A text in one file becomes one document per split. Cuts move to the end of their line."""
-    # Of these 200 lines of equal length, the last has no end.
+    """A single text file gives one document per split. Each cut moves to the end of its line."""
+    # The last of these 200 lines has no line end.
     lines = [f'line {i:03d}\n'.encode() for i in range(199)] + [b'line 199']
     path = tmp_path / 'a.txt'
 
@@ -378,7 +377,7 @@ def test_a_split_is_a_file_or_a_folder(tmp_path):
 
     assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
 
-    # A document is named by its split if it is alone, otherwise by its path.
+    # A split in one file names its document 'train'. In a folder, each document has its path.
     assert corpus.names('train') == ['train']
     assert corpus.names('validation') == [
         'validation/a.txt',
@@ -400,16 +399,16 @@ def test_a_split_that_is_unclear_is_refused(tmp_path):
 
 
 def test_every_change_of_a_text_changes_its_version(tmp_path):
-    """The version of a corpus changes with the content, the set and the order of its files.
+    """A corpus gets a new version if a file is changed, added or read in another order.
 
-    Each call of `written_corpus` writes the named files over those that are there.
+    Each call of `written_corpus` replaces only the files that it names.
     """
     files = {'train.txt': 'a\n', 'validation/b.txt': 'b\n', 'validation/a.txt': 'a\n'}
     original = written_corpus(tmp_path, files).version
     other_train = written_corpus(tmp_path, {'train.txt': 'b\n'}).version
     other_validation = written_corpus(tmp_path, {'validation/b.txt': 'B\n'}).version
     with_test = written_corpus(tmp_path, {'test.txt': 'e\n'}).version
-    # Files are read in the order of their names, so b.txt comes first under its other name.
+    # Files are read in the order of their names. As 0.txt, this file comes before a.txt.
     (tmp_path / 'validation/b.txt').rename(tmp_path / 'validation/0.txt')
     other_order = written_corpus(tmp_path, {}).version
 
@@ -438,7 +437,7 @@ def test_lines_of_parallel_files_are_documents(tmp_path):
 
 
 def test_only_line_feeds_end_the_lines_of_parallel_files(tmp_path):
-    """Other characters that Unicode takes for ends of lines stay in the text."""
+    """Other characters that Unicode counts as line ends stay in the text."""
     files = {
         'train.en': f'{BYTE_ORDER_MARK}a\u2028b\x85\x0cc\rd\r\ntwo\n',
         'train.de': f'{BYTE_ORDER_MARK}eins\nzwei\n',
@@ -453,7 +452,7 @@ def test_only_line_feeds_end_the_lines_of_parallel_files(tmp_path):
 
 
 def test_pairs_with_a_blank_side_are_left_out(tmp_path):
-    """Line i of train.de translates line i of train.en. Lines blank in either file are not read."""
+    """Line i of train.de translates line i of train.en. If either is blank, both are left out."""
     train_pairs = [
         ('one', 'eins'),
         ('', '\r'),  # both are blank
@@ -549,7 +548,7 @@ def test_files_that_hold_no_text_are_not_trained_on(tmp_path):
 
 
 def test_any_language_may_end_the_name_of_a_parallel_file(tmp_path):
-    """The suffix .pt stands for Portuguese here, though files of PyTorch end in it, too."""
+    """The suffix .pt means Portuguese here, although PyTorch files have it, too."""
     files = {
         'train.en': 'one\ntwo\n',
         'train.pt': 'um\ndois\n',
@@ -572,10 +571,10 @@ URL = 'https://files.example.org/lines.txt'
 
 @pytest.fixture
 def served(monkeypatch):
-    """An empty dictionary that stands for the internet, for a test to fill.
+    """Replaces the internet by a dictionary of answers, which is empty at first.
 
-    It maps a URL to the status and content of its answer, as in (200, TEXT). While it is empty,
-    there is no network. The declared sha256 of lines.txt, the file at URL, is that of TEXT.
+    A test adds the status and the content of an answer, as in served[URL] = (200, TEXT). Without
+    any answer, there is no network. The declared sha256 of the file at URL is the hash of TEXT.
     """
     answers = {}
 
@@ -607,33 +606,33 @@ def fetch_lines(data_dir, **settings):
     ],
 )
 def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, refusal):
-    """The fixture `served` stands for the internet: (status, content) by URL.
+    """A file is refused if it cannot be read, or if its sha256 is not the hash of TEXT.
 
-    Without any answer there is no network. The declared sha256 is that of TEXT.
+    `answers` has the status and the content of each URL. Without any answer, there is no network.
     """
     served.update(answers)
 
-    # Every refusal begins with the URL, and advises to put the file into a directory.
+    # Every message begins with the URL and gives this advice.
     advice = f'put {URL}, unchanged, into a directory and name it in data.manual_dir'
     with refused(f'^{URL} {refusal}.*; {advice}'):
         fetch_lines(tmp_path)
 
-    # No content is kept. The lock, held during a download, stays.
+    # Only the lock file of the download is left.
     kept_files = [file.name for file in (tmp_path / 'downloads/lines').iterdir()]
     assert kept_files == ['lock']
 
 
 def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings):
-    """A kept download whose hash is wrong is replaced, with one warning that names it.
+    """If the stored file has a wrong hash, it is downloaded again, with one warning.
 
-    `fetch_lines` returns the content of lines.txt, which it downloads once and keeps.
+    `fetch_lines` downloads lines.txt once, stores it, and returns its content.
     """
     served[URL] = (200, TEXT)
     kept_file = tmp_path / 'downloads/lines/lines.txt'
     assert fetch_lines(tmp_path) == TEXT
     assert kept_file.read_bytes() == TEXT
 
-    # The kept file is damaged. Its hash is no longer that of TEXT.
+    # Damage the stored file, so that its hash is wrong.
     kept_file.write_bytes(b'one\n')
 
     assert fetch_lines(tmp_path) == TEXT
@@ -645,7 +644,7 @@ def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings
 def test_a_kept_download_is_read_without_network_and_lock(served, tmp_path):
     """A file that was downloaded before is read even offline and from a read-only disk.
 
-    `fetch_lines` returns the content of lines.txt, which it downloads once and keeps.
+    `fetch_lines` downloads lines.txt once, stores it, and returns its content.
     """
     served[URL] = (200, TEXT)
     fetch_lines(tmp_path)
@@ -655,14 +654,15 @@ def test_a_kept_download_is_read_without_network_and_lock(served, tmp_path):
     served.clear()  # there is no network from here on
 
     assert fetch_lines(tmp_path) == TEXT
-    # No lock was written, which a read-only disk would refuse.
+    # Writing a lock would fail on a read-only disk.
     assert not lock.exists()
 
 
 def test_a_file_in_manual_dir_is_read_in_place_of_a_download(served, tmp_path):
     """A user without network puts the file into the directory of the setting `manual_dir`.
 
-    It must have the declared hash, that of TEXT. `served` is empty, so nothing can be downloaded.
+    The file must have the declared hash, the hash of TEXT. `served` is empty, so there is no
+    network.
     """
     manual_file = tmp_path / 'lines.txt'
 
@@ -670,31 +670,31 @@ def test_a_file_in_manual_dir_is_read_in_place_of_a_download(served, tmp_path):
     with refused(f'^{manual_file} does not exist; put {URL}'):
         fetch_lines(tmp_path, manual_dir=str(tmp_path))
 
-    # The file is another one. Nothing of it is kept, only the lock.
+    # A file with another content is refused. Only the lock file is left.
     manual_file.write_bytes(b'ten\n')
     with refused('has sha256 .*, not'):
         fetch_lines(tmp_path, manual_dir=str(tmp_path))
     kept_names = [file.name for file in (tmp_path / 'downloads/lines').iterdir()]
     assert kept_names == ['lock']
 
-    # The file is the right one.
+    # The right file is read.
     manual_file.write_bytes(TEXT)
     assert fetch_lines(tmp_path, manual_dir=str(tmp_path)) == TEXT
 
 
 @pytest.fixture
 def put_into_manual_dir(tmp_path, monkeypatch):
-    """A function that puts a file where a corpus reads it in place of a download.
+    """A function put_into_manual_dir(name, content), which writes a file into data.manual_dir.
 
-    put_into_manual_dir(name, content) writes the bytes `content` to a file of data.manual_dir. The
-    result is the fields of DataConfig with which a corpus reads the file.
+    A corpus reads the file instead of downloading it. The function returns the fields of DataConfig
+    that name the directory.
     """
 
     def put(name: str, content: bytes) -> dict[str, str]:
         manual_dir = tmp_path
         (manual_dir / name).write_bytes(content)
 
-        # A corpus refuses a file whose sha256 is not the declared one.
+        # A corpus refuses a file without the declared sha256.
         sha256_of_content = hashlib.sha256(content).hexdigest()
         monkeypatch.setitem(downloads.SHA256, name, sha256_of_content)
 
@@ -704,13 +704,10 @@ def put_into_manual_dir(tmp_path, monkeypatch):
 
 
 def test_documents_of_multi30k_are_lines(tmp_path, put_into_manual_dir):
-    """Each line of a downloaded file of Multi30k is a document.
-
-    A user put the files into a directory, one per split and language.
-    """
+    """Multi30k has a file for each split and language. Each line of a file is a document."""
     for part in ('train', 'val', 'test_2016_flickr'):
         for language in ('de', 'fr'):
-            # U+2028, a line separator of Unicode, ends no line.
+            # U+2028, a line separator of Unicode, does not end a line here.
             lines = [f'{part}.{language}\u2028{number}\n' for number in range(3)]
             content = gzip.compress(''.join(lines).encode())
             settings = put_into_manual_dir(f'{part}.{language}.gz', content)
@@ -718,7 +715,7 @@ def test_documents_of_multi30k_are_lines(tmp_path, put_into_manual_dir):
     corpus = find(DataConfig(name='multi30k', languages='fr-de', **settings))
 
     assert corpus.name == 'multi30k-fr-de'
-    # No file was read so far, so none was copied into the data directory.
+    # Opening the corpus reads no file, so none is copied into the data directory yet.
     assert not (tmp_path / 'data').exists()
     # The file of the validation split is val.fr.gz.
     assert documents(corpus, 'fr')['validation'] == [
@@ -734,7 +731,7 @@ def test_multi30k_has_three_languages():
 
 
 def test_tiny_shakespeare_is_cut_by_characters(put_into_manual_dir):
-    # 90 of 101 characters are train; each has two bytes.
+    # Of 101 characters, int(0.9 * 101) = 90 are train. Each has two bytes.
     train = 'ä' * 90
     validation = 'ö' * 11
     settings = put_into_manual_dir('input.txt', (train + validation).encode())
@@ -753,7 +750,7 @@ VALUES = {
     'n': list(range(40)),
     'sentences': SENTENCES,
 }
-# The features of each set, of `VALUES`, and its splits.
+# The features of each set, whose values are in VALUES, and the splits of the set.
 FEATURES_AND_SPLITS = {
     'own': (('en', 'n'), ('train', 'dev')),
     'texts': (('en', 'de'), ('train', 'test')),
@@ -769,13 +766,13 @@ class BuilderWithoutTensorFlow(tfds.dataset_builders.AdhocBuilder, skip_registra
 
 
 def write_tfds_set(directory, name, version='2.1.0', config=None):
-    """Writes a small set of TensorFlow Datasets as `tfds build` does, in every split 40 rows.
+    """Writes a set of TensorFlow Datasets as `tfds build` does, with 40 rows in every split.
 
     Args:
         directory: The data directory.
-        name: A key of FEATURES_AND_SPLITS, which says the features and splits of the set.
-        version: The version that the set gets.
-        config: The name of a variant of the set, as TensorFlow Datasets calls it, if any.
+        name: A key of FEATURES_AND_SPLITS.
+        version: The version of the set.
+        config: The name of a variant of the set. None if there are no variants.
 
     Returns:
         The settings that read the set.
@@ -810,12 +807,12 @@ def write_tfds_set(directory, name, version='2.1.0', config=None):
 
 
 def write_hf_set(directory, name, **changes):
-    """Saves a small set as the library `datasets` of Hugging Face does, in every split 40 rows.
+    """Saves a set with Hugging Face's library `datasets`, with 40 rows in every split.
 
     Args:
-        directory: The set is saved in a folder below it. `load_from_directory` makes it known.
-        name: A key of FEATURES_AND_SPLITS, which says the features and splits of the set.
-        changes: Values of features that replace those of VALUES, as in en=['one', ...].
+        directory: The parent of the set's folder. `load_from_directory` lets corpora read it.
+        name: A key of FEATURES_AND_SPLITS.
+        changes: Other values of features than in VALUES, as in en=['one', ...].
 
     Returns:
         The settings that read the set.
@@ -834,17 +831,17 @@ def write_hf_set(directory, name, **changes):
 
 
 def load_from_directory(patch, directory):
-    """Lets Hugging Face's `load_dataset` load the sets of a directory, not those of the Hub."""
+    """Makes Hugging Face's `load_dataset` load sets from a directory instead of the Hub."""
     library = pytest.importorskip('datasets')
     patch.setattr(library, 'load_dataset', lambda name: library.load_from_disk(directory / name))
 
 
 @pytest.fixture(scope='module', params=[write_tfds_set, write_hf_set], ids=['tfds', 'hf'])
 def config(request, tmp_path_factory):
-    """A function that returns the settings of a small set, once for each of the two catalogues.
+    """A function config(name, **fields), which returns the settings that read a small set.
 
-    config('own', feature='n') reads the set 'own' of FEATURES_AND_SPLITS with another feature. All
-    these sets are written, either as TensorFlow Datasets or as Hugging Face writes them.
+    `name` is a key of FEATURES_AND_SPLITS. `fields` replace settings, as in feature='n'. Tests run
+    once with sets of TensorFlow Datasets and once with sets of Hugging Face.
     """
     write_set = request.param
     directory = tmp_path_factory.mktemp('sets')
@@ -932,19 +929,19 @@ def test_a_set_that_is_not_prepared_is_refused(tmp_path):
 
 
 def test_the_newest_whole_version_of_a_prepared_set_is_read(tmp_path):
-    """Of several versions of a set on disk, the newest one that is complete is read.
+    """The newest complete version of a set on disk is read.
 
-    The set is one of TensorFlow Datasets, with the name 'own' and the configuration 'small.1'.
+    The set of TensorFlow Datasets has the name 'own' and the configuration 'small.1'.
     """
     for version in ('11.0.0', '10.0.0', '9.0.0'):
         write_tfds_set(tmp_path, 'own', version, config='small.1')
-    # TensorFlow Datasets gives a version that is not complete such a name.
+    # TensorFlow Datasets gives an incomplete version such a name.
     directory = tmp_path / 'own' / 'small.1'
     (directory / '11.0.0').rename(directory / 'incomplete.A_11.0.0')
 
     corpus = find(DataConfig(name='tfds:own/small.1', data_dir=str(tmp_path)))
 
-    # The name ends in the only feature with text, 'en'.
+    # The name ends with 'en', the only feature with text.
     assert corpus.name == 'tfds-own-small.1-en'
     # Versions are compared as numbers, so 10 is newer than 9.
     assert corpus.version == '10.0.0'
@@ -1015,12 +1012,12 @@ def test_files_of_the_working_directory_are_no_published_set(
 
 
 def test_a_published_set_is_asked_for_by_its_full_name(tmp_path, monkeypatch):
-    """'hf:owner/set/config' asks Hugging Face for the set 'owner/set' and its part 'config'."""
+    """'hf:owner/set/config' is the set 'owner/set' of Hugging Face in the variant 'config'."""
     datasets = pytest.importorskip('datasets')
     write_hf_set(tmp_path, 'own')
 
     def load_dataset(*names):
-        """Replaces the function that downloads a set: it reads the one on disk."""
+        """Replaces the function that downloads a set: it reads the set on disk."""
         assert names == ('owner/set', 'config')
         return datasets.load_from_disk(str(tmp_path / 'own'))
 
@@ -1028,9 +1025,9 @@ def test_a_published_set_is_asked_for_by_its_full_name(tmp_path, monkeypatch):
 
     corpus = find(DataConfig(name='hf:owner/set/config'))
 
-    # The name ends in the only feature with text, 'en'.
+    # The name ends with 'en', the only feature with text.
     assert corpus.name == 'hf-owner-set-config-en'
-    # A set without a version gets None; 'train' is the directory of its first file.
+    # The set has no version, hence None. 'train' is the directory of its first file.
     assert corpus.version == 'None-train'
 
 
@@ -1068,10 +1065,9 @@ def test_cldr_has_many_pairs_of_every_category(pairs):
 
 
 def test_texts_of_cldr_are_short_unique_and_without_extra_spaces(pairs):
-    """The pairs are the same dates, amounts and names, written by CLDR in English and in German.
+    """CLDR is Unicode's data on how languages write dates, amounts and names.
 
-    CLDR is Unicode's data on how languages write them. `pairs` has the category of each, as in
-    'dates', its English text and its German text.
+    `pairs` has the category, the English text and the German text of each.
     """
     english_texts = [english for _, english, _ in pairs]
     assert len(set(english_texts)) == len(english_texts)
@@ -1082,7 +1078,7 @@ def test_texts_of_cldr_are_short_unique_and_without_extra_spaces(pairs):
             assert text
             # Longer texts are left out of the corpus.
             assert len(text.encode()) <= 120
-            # One kind of space, never two of them together.
+            # Words have single spaces between them. No space is at an end.
             assert text == ' '.join(text.split())
 
 
@@ -1094,9 +1090,9 @@ def test_texts_of_cldr_do_not_change_under_the_same_version(pairs):
 
 @pytest.fixture(scope='module')
 def cldr_texts(pairs):
-    """The corpus of CLDR from English to German: texts by language ('en', 'de') and split."""
+    """The texts of CLDR from English to German, by language ('en', 'de') and split."""
     with pytest.MonkeyPatch.context() as patch:
-        # Making the pairs takes long, so that they are made once.
+        # Making the pairs takes long, so they are made only once.
         patch.setattr(cldr, 'pairs', lambda *languages: iter(pairs))
         cldr._pairs_by_split.cache_clear()
         corpus = find(DataConfig(name='cldr', languages='en-de'))
@@ -1119,9 +1115,9 @@ def test_cldr_needs_two_different_languages(languages):
 
 
 def test_the_hash_of_its_source_decides_the_split_of_a_cldr_pair(pairs, cldr_texts):
-    """Of CLDR's pairs of English and German texts, about 90, 5 and 5 percent are in the splits.
+    """A pair is in the split that `split_of` finds by the hash of its English text.
 
-    `split_of` assigns a split to a text by its hash.
+    About 90 percent of the pairs are in train, and 5 percent each in validation and test.
     """
     share_of_split = {'train': 0.9, 'validation': 0.05, 'test': 0.05}
     for split, share in share_of_split.items():
@@ -1132,7 +1128,7 @@ def test_the_hash_of_its_source_decides_the_split_of_a_cldr_pair(pairs, cldr_tex
         # Hashes give the shares only approximately.
         assert len(expected_pairs) == pytest.approx(share * len(pairs), rel=0.2)
 
-        # A text and its translation are at the same place.
+        # Source i of a split is translated by target i.
         sources = cldr_texts['en'][split]
         targets = cldr_texts['de'][split]
         assert len(sources) == len(expected_pairs)
@@ -1149,9 +1145,9 @@ def test_categories_of_cldr_are_mixed(pairs, cldr_texts):
 
 
 def test_stdlib_is_the_library_without_its_tests():
-    """The corpus 'stdlib' is the source files of Python's standard library, without some folders.
+    """The corpus 'stdlib' has the source files of Python's standard library.
 
-    Left out are its tests and its generated tables of encodings.
+    It leaves out the tests and the generated tables of encodings.
     """
     paths = list(python_text.modules())  # such as 'json/decoder.py'
     assert paths == sorted(paths)
@@ -1161,26 +1157,26 @@ def test_stdlib_is_the_library_without_its_tests():
         assert 'test' not in folders
         assert 'encodings' not in folders
 
-    # The text depends on the version of Python. 2.0.0 is that of the rule which files are read.
+    # The text depends on the version of Python. The rule that selects files has version 2.0.0.
     corpus = find(DataConfig(name='stdlib'))
     assert corpus.version == f'py{platform.python_version()}-2.0.0'
 
 
 def test_the_splits_of_stdlib_do_not_change():
-    """The hash of its dotted name decides the split of a file of Python's library.
+    """The hash of a module's dotted name, such as json.tool, decides its split.
 
-    These splits are written down, because others would make published results incomparable.
+    The splits must not change, because published results depend on them.
     """
     corpus = find(DataConfig(name='stdlib'))
     assert 'json/decoder.py' in corpus.names('train')
     assert 'argparse.py' in corpus.names('validation')
     assert 'json/tool.py' in corpus.names('test')
 
-    # A package is in the split of its own name, without '__init__'.
+    # The dotted name of json/__init__.py is json.
     split_of_json = split_of('json', train=40, validation=30)
     assert 'json/__init__.py' in corpus.names(split_of_json)
 
-    # The digest stands for the splits of 4000 names, so that none of them can change unnoticed.
+    # If the split of any of these 4000 names changes, the digest changes, too.
     splits = [split_of(f'package.module_{i}', train=40, validation=30) for i in range(4000)]
     digest = hashlib.sha256(' '.join(splits).encode()).hexdigest()
     assert digest[:12] == '144b30107758'

@@ -27,9 +27,9 @@ from tests.refusals import refused
     ],
 )
 def test_every_token_but_the_first_is_a_target_once(num_tokens, length, num_windows):
-    """A text is cut into windows of `length` tokens. The target of each token is the next one.
+    """A text is cut into windows of `length` tokens. The target of each token is the next token.
 
-    A last window without all its targets is left out.
+    A last window that lacks a target is left out.
     """
     # A token is its position in the split: 0, 1, 2, ...
     rows = LanguageRows(numbers(train=num_tokens), length)
@@ -71,7 +71,7 @@ NUM_WINDOWS = 14  # of the shifted rows below
 
 @pytest.fixture
 def shifted_rows():
-    """Rows of 7 tokens, whose training windows are shifted; a token is its position."""
+    """Rows of 7 tokens, whose training windows are shifted. A token is its position."""
     rows = LanguageRows(numbers(train=105, validation=106), length=7, shift=True)
     assert rows.count('train') == NUM_WINDOWS
     return rows
@@ -85,12 +85,12 @@ def offset_of_epoch(rows, seed, epoch):
 
 
 def test_the_windows_of_an_epoch_are_shifted_by_one_offset(shifted_rows):
-    # The random draws of a row are the seed and its place in training. An epoch has NUM_WINDOWS.
+    # The seed and the epoch decide the offset. Epoch e begins at row NUM_WINDOWS * e of training.
     for seed, epoch in np.ndindex(3, 3):
         first_place = NUM_WINDOWS * epoch
         batch = read_rows(shifted_rows, 'train', range(NUM_WINDOWS), seed, first_place)
 
-        # A token is its position, so the first token of a window says where it begins.
+        # A token is its position in the split, so the first token is the start of a window.
         starts = batch['tokens_BT'][:, 0]
         assert np.all(np.diff(starts) == 7)  # windows have 7 tokens
         assert 0 <= starts[0] < 7
@@ -102,7 +102,7 @@ def test_seeds_and_epochs_have_offsets_of_their_own(shifted_rows):
     for seed, epoch in np.ndindex(3, 3):
         offsets[seed, epoch] = offset_of_epoch(shifted_rows, seed, epoch)
 
-    # Of 7 offsets, 9 epochs have some in common.
+    # There are only 7 offsets, so some of the 9 epochs have equal ones.
     assert len(set(offsets.values())) > 3
     assert len({offsets[0, 0], offsets[0, 1], offsets[0, 2]}) > 1
     assert offset_of_epoch(shifted_rows, seed=0, epoch=0) == offsets[0, 0]
@@ -125,14 +125,14 @@ def test_rows_of_separate_documents_number_them():
     # The target of each token is the next one.
     assert batch['tokens_BT'].tolist() == [[0, 1, 3, 2], [3, 3, 0, 1]]
     assert batch['targets_BT'].tolist() == [[1, 3, 2, 3], [3, 0, 1, 2]]
-    # The number goes up at each separator, even at the first token of a row.
+    # A separator has the number of the next document, even at the start of a row.
     assert batch['segments_BT'].tolist() == [[1, 1, 2, 2], [2, 3, 3, 3]]
     assert np.all(batch['loss_weights_BT'] == 1)
 
 
 @pytest.fixture(scope='module')
 def masked_rows():
-    """3,000 rows of 20 tokens, of which 20 percent are targets; a token is its position."""
+    """3,000 rows of 20 tokens, of which 20 percent are targets. A token is its position."""
     rows = MaskedRows(numbers(train=60_010), length=20, mask_rate=0.2)
     assert rows.count('train') == 3000
     return rows
@@ -155,9 +155,9 @@ def test_the_targets_of_masked_rows_are_their_tokens(masked_batch):
 def test_every_position_of_a_row_is_masked_equally_often(masked_batch):
     weights_BT = masked_batch['loss_weights_BT']
     assert set(np.unique(weights_BT)) == {0, 1}
-    # 20 percent of 20 tokens.
+    # 4 tokens are 20 percent of a row of 20 tokens.
     assert np.all(weights_BT.sum(axis=1) == 4)
-    # The share of 3,000 rows has a standard deviation of sqrt(0.2 * 0.8 / 3000) = 0.0073.
+    # Over 3,000 rows, a share has the standard deviation sqrt(0.2 * 0.8 / 3000) = 0.0073.
     share_of_position_T = weights_BT.mean(axis=0)
     assert abs(share_of_position_T - 0.2).max() < 0.03
 
@@ -165,20 +165,21 @@ def test_every_position_of_a_row_is_masked_equally_often(masked_batch):
 def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_rows, masked_batch):
     """The input at a target is the mask token, a random token or the target itself, as in BERT.
 
-    The batch has 3,000 rows of 20 tokens, of which 4 are targets.
+    The batch has 3,000 rows with 4 targets each.
     """
     is_target_BT = masked_batch['loss_weights_BT'] == 1
     tokens = masked_batch['tokens_BT'][is_target_BT]
     targets = masked_batch['targets_BT'][is_target_BT]
     assert len(targets) == 12_000
 
-    # The standard deviations of these shares of 12,000 are 0.0037 and 0.0027.
+    # The standard deviation of the share 0.8 is sqrt(0.8 * 0.2 / 12_000) = 0.0037. For 0.1 it is
+    # sqrt(0.1 * 0.9 / 12_000) = 0.0027.
     is_mask = tokens == masked_rows.mask
     is_kept = tokens == targets
     assert is_mask.mean() == pytest.approx(0.8, abs=0.015)
     assert is_kept.mean() == pytest.approx(0.1, abs=0.012)
 
-    # Other tokens are uniform over all ids except the separator, 0, and the mask, 65,536.
+    # Random tokens are uniform over the ids 1 to 65,535. The separator is 0, and the mask 65,536.
     replaced = tokens[~is_mask & ~is_kept]
     assert replaced.min() >= 1
     assert replaced.max() <= 65_535
@@ -187,14 +188,14 @@ def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_
 
 
 def test_a_separator_is_hidden_but_replaces_no_token():
-    """A masked token becomes the mask or a random token, but never the separator of documents."""
+    """A masked separator becomes the mask or a random token, which is never a separator."""
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=2)
     only_separators = np.full(6000, 2, np.uint8)
     dataset = token_dataset('letters', tokenizer, {'train': only_separators})
 
     batch = read_rows(MaskedRows(dataset, length=10, mask_rate=0.5), 'train', range(600))
 
-    # In the place of separators are the mask, 4, and all tokens but the separator.
+    # The mask is 4. The random tokens are 0, 1 and 3, because 2 is the separator.
     tokens_BT = batch['tokens_BT']
     assert set(tokens_BT[tokens_BT != 2]) == {0, 1, 3, 4}
 
@@ -202,24 +203,24 @@ def test_a_separator_is_hidden_but_replaces_no_token():
 def test_a_mask_is_a_function_of_the_draws_alone():
     """Which tokens of a row are masked depends only on its draws.
 
-    The draws are two numbers that seed the random generator of the row. Neither the row's place
-    in the batch nor its split matters.
+    The draws are two numbers that seed the row's random generator. The split and the place in the
+    batch do not matter.
     """
     # Both splits have the same tokens, 0 to 1999.
     rows = MaskedRows(numbers(train=2000, validation=2000), length=20, mask_rate=0.3)
     draws_B2 = np.array([[7, 1], [7, 2], [7, 3], [1, 7]], np.uint64)
 
-    # Row 5 is masked in three ways, because its draws differ.
+    # Row 5 has three different draws, and row 0 has others, so all four masks differ.
     batch = rows.read('train', np.array([5, 0, 5, 5]), draws_B2)
     masks = np.unique(batch['loss_weights_BT'], axis=0)
     assert len(masks) == 4
 
-    # Row 0 with the draws [7, 2] is the same if it is read alone, from the other split.
+    # Read row 0 again with the draws [7, 2], without other rows and from the other split.
     alone = rows.read('validation', np.array([0]), draws_B2[1:2])
     for name, array in batch.items():
         assert np.array_equal(alone[name][0], array[1])
 
-    # 30 percent of 20 tokens. A library that draws differently would give others.
+    # 30 percent of 20 tokens are 6. If a library draws differently, other tokens are masked.
     masked_positions = np.flatnonzero(alone['loss_weights_BT'][0])
     assert masked_positions.tolist() == [6, 7, 8, 12, 14, 19]
 
@@ -242,7 +243,7 @@ RECALL = 'recall(pairs=4, keys=6, values=3)'
 SUCCESSOR = 'successor(keys=4, payloads=3)'
 INDUCTION = 'induction(length=23, repeats=3, symbols=18)'
 SMALL_PROBES = [COPY, REVERSAL, RECALL, SUCCESSOR, INDUCTION]
-# Each has an option that is as small as it may be.
+# Each has an option at its limit.
 PROBES_AT_THEIR_LIMITS = [
     'induction(length=15)',
     'induction(symbols=25)',
@@ -265,7 +266,7 @@ class ProbeRow(NamedTuple):
     answers: list[int]
 
     def first_places(self) -> tuple[int, ...]:
-        """The first place in the row of each token that is asked for."""
+        """For each asked position, the first place in the row of the token there."""
         return tuple(self.tokens.index(self.tokens[position]) for position in self.asked)
 
 
@@ -350,7 +351,7 @@ def test_reversal_asks_for_the_first_half_backwards():
 
 
 def test_recall_asks_for_the_value_of_each_key():
-    """In the probe 'recall', a row has pairs of a key and a value, then the pairs once more.
+    """A row of 'recall' has four pairs of a key and a value, and then the same pairs again.
 
     At each key of the second half, the probe asks for the value of the key.
     """
@@ -362,16 +363,15 @@ def test_recall_asks_for_the_value_of_each_key():
 
         # The second half begins at position 8, and every other position is a key.
         assert row.asked == [8, 10, 12, 14]
-        # The value stands behind the key's first place in the row.
+        # The value follows the key at its first place in the row.
         for first_place, answer in zip(row.first_places(), row.answers, strict=True):
             assert answer == row.tokens[first_place + 1]
 
 
 def test_successor_asks_for_the_payload_of_the_next_key():
-    """In the probe 'successor', a row has 4 keys in random order, each with a random payload.
+    """A row of 'successor' has 4 keys in random order, each with a random payload.
 
-    Token key * 3 + payload stands for both. The target of key k is the payload of key k + 1, and
-    that of the last key is the payload of key 0.
+    A token is key * 3 + payload. Its target is the payload of key (key + 1) % 4.
     """
     num_keys = 4
     num_payloads = 3
@@ -390,9 +390,9 @@ def test_successor_asks_for_the_payload_of_the_next_key():
 
 
 def test_induction_asks_for_the_token_after_the_first_place():
-    """In the probe 'induction', some pairs of neighbours `a b` stand in a row twice.
+    """A row of 'induction' contains three pairs of neighbours a b twice.
 
-    At the second a, the probe asks for b, which stands behind the first a.
+    At the second a, the probe asks for b, the token after the first a.
     """
     for row in read_probe_rows('induction(length=23, repeats=3, symbols=18)'):
         assert len(row.asked) == 3  # one token for each of the three pairs
@@ -409,7 +409,7 @@ def test_rows_of_induction_have_three_bigrams_twice():
     sequences_BT1 = np.concatenate([batch['tokens_BT'], last_targets_B1], axis=1)
 
     for sequence in sequences_BT1:
-        # Of 24 tokens, 12 occur once, and the 3 * 2 tokens of the bigrams twice.
+        # There are 24 = 12 + 2 * 6 tokens. The 3 * 2 = 6 tokens of the bigrams occur twice.
         _, counts = np.unique(sequence, return_counts=True)
         assert sorted(counts.tolist()) == [1] * 12 + [2] * 6
 
@@ -435,7 +435,7 @@ def test_no_row_of_a_probe_is_in_two_splits(name):
 
 @pytest.mark.parametrize('name', PROBES)
 def test_training_rows_of_a_probe_follow_their_draws(name):
-    """A training row is made from its draws, two numbers that seed a random generator.
+    """A training row depends only on its draws, two numbers that seed a random generator.
 
     The number of the row does not matter.
     """
@@ -454,10 +454,7 @@ def test_training_rows_of_a_probe_follow_their_draws(name):
 @pytest.mark.parametrize('split', ['validation', 'test'])
 @pytest.mark.parametrize('name', PROBES)
 def test_evaluation_rows_of_a_probe_follow_their_numbers(name, split):
-    """A row of an evaluation is fixed by its number.
-
-    The draws, which seed a training row, do not matter.
-    """
+    """An evaluation row depends only on its number, not on the draws that seed training rows."""
     rows = probe_rows(name)
     batch = read_rows(rows, split, range(50), seed=5)
 
@@ -509,9 +506,9 @@ def rows_of_numbers(length, num_tokens=3000):
 
 
 def test_repeated_sequences_are_shuffled_tokens_of_64_rows():
-    """To measure induction, a model reads random tokens twice. `sequences` draws these tokens.
+    """`sequences` returns random tokens, which a model reads twice to measure induction.
 
-    They are the tokens of 64 rows of the validation split, shuffled.
+    It shuffles the tokens of 64 rows of the validation split.
     """
     length = 9
     # A token is its position in the split.
@@ -519,19 +516,19 @@ def test_repeated_sequences_are_shuffled_tokens_of_64_rows():
 
     r_BH = repeats.sequences(rows)
 
-    # A row of 9 tokens has room for two copies of 5 tokens, without the last target.
+    # A row of 9 tokens and a last target has room for two copies of (9 + 1) / 2 = 5 tokens.
     assert r_BH.shape == (64, 5)
-    # No token is used twice, and hardly any is before its neighbour in the text.
+    # No token is used twice. Few tokens are followed by the same token as in the text.
     assert len(np.unique(r_BH)) == r_BH.size
     is_next_token = np.diff(r_BH, axis=1) == 1
     assert is_next_token.mean() < 0.02
 
-    # The tokens are those of 64 rows at equal distances.
+    # All tokens are from 64 rows at equal distances.
     row_numbers = np.arange(64) * rows.count('validation') // 64
     batch = read_rows(rows, 'validation', row_numbers)
     assert np.all(np.isin(r_BH, batch['tokens_BT']))
 
-    # One sequence has tokens of several rows.
+    # A sequence mixes tokens of several rows.
     rows_of_first_sequence = r_BH[0] // length
     assert len(np.unique(rows_of_first_sequence)) > 2
 
@@ -570,7 +567,7 @@ def dataset_of_sentences(name: str, sentences: dict[str, list[np.ndarray]]) -> T
 
 
 def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
-    """Random sentences of 0 to `longest` tokens; 0 is an ordinary id."""
+    """Random sentences of 0 to `longest` tokens, without the separator."""
     rng = np.random.default_rng(seed)
     drawn = []
     for size in rng.integers(0, longest + 1, count):
@@ -579,7 +576,7 @@ def sentences(count: int, longest: int, seed: int) -> list[np.ndarray]:
     return drawn
 
 
-# 500 training pairs of up to 23 and 19 tokens, as long as the lengths of a row allow.
+# The longest sentences have 23 and 19 tokens. With a separator, they fill a row of 24 and 20.
 SOURCES = {'train': sentences(500, 23, 0), 'validation': sentences(50, 23, 1)}
 TARGETS = {'train': sentences(500, 19, 2), 'validation': sentences(50, 19, 3)}
 SENTENCE_PAIRS = PairDataset(dataset_of_sentences('a', SOURCES), dataset_of_sentences('b', TARGETS))
@@ -602,7 +599,7 @@ class PackedPair(NamedTuple):
 def unpack_pairs(batch) -> list[PackedPair]:
     """The sentence pairs of a batch, row after row.
 
-    A row holds several pairs. Both sides of a pair have its number in their segments, from 1.
+    A row holds several pairs. The segment of a token is the number of its pair in the row, from 1.
     Segment 0 is padding.
     """
     pairs = []
@@ -622,10 +619,9 @@ def unpack_pairs(batch) -> list[PackedPair]:
 
 
 def test_every_pair_is_in_one_row_beside_its_translation():
-    """Sentence pairs are packed into the rows of an encoder-decoder, and none is lost or divided.
+    """Sentence pairs are packed into the rows of an encoder-decoder. None is lost or divided.
 
-    A separator ends the source. The decoder reads the target behind a separator, and predicts the
-    target with a separator at its end.
+    The decoder reads a separator and the target. It predicts the target and a separator.
     """
     expected = []
     for source, target in zip(SOURCES['train'], TARGETS['train'], strict=True):
@@ -659,7 +655,7 @@ def test_rows_of_pairs_are_well_filled():
     batch = read_split(TRANSLATION_ROWS)
     is_pair_BT = batch['segments_BT'] > 0
     assert np.array_equal(batch['loss_weights_BT'], is_pair_BT.astype(np.float32))
-    # A pair takes 12 and 10 tokens on average, so that about two fit into a row of 24 and 20.
+    # A pair has about 12 and 10 tokens on average, so about two fit into a row of 24 and 20.
     assert batch['loss_weights_BT'].mean() > 0.85
 
 
@@ -671,9 +667,9 @@ def test_rows_of_pairs_are_well_filled():
     ],
 )
 def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names):
-    """Each row of the translation task holds several sentence pairs, and then padding.
+    """Each row holds several sentence pairs, and then padding.
 
-    The segment of a token is the number of its pair in the row, from 1, or 0 for padding.
+    The segment of a token is the number of its pair in the row, from 1. Padding has segment 0.
     """
     batch = read_split(TRANSLATION_ROWS)
     segments = batch[segments_name]
@@ -685,7 +681,7 @@ def test_rows_are_padded_with_zeros_behind_the_pairs(segments_name, token_names)
         assert not batch[name][is_padding].any()
 
     for segments_of_row in segments:
-        # All padding is behind the pairs.
+        # All padding follows the pairs.
         num_tokens = np.count_nonzero(segments_of_row)
         segments_of_pairs = segments_of_row[:num_tokens]
         assert np.all(segments_of_pairs > 0)
@@ -716,11 +712,11 @@ def test_the_packing_is_a_fixed_shuffle():
 
 
 def test_pairs_longer_than_a_row_are_refused():
-    """A sentence pair has to fit into a row of the translation task.
+    """The message counts the sentence pairs that do not fit into a row.
 
-    The message counts those that do not, and says which lengths would fit all.
+    It also names lengths that fit all pairs.
     """
-    # The longest pairs have 23 and 19 tokens. Each sentence takes one more, for the separator.
+    # The longest sentences have 23 and 19 tokens. With a separator, they need 24 and 20.
     source_length = 22
     num_too_long = 0
     for source in SOURCES['train'] + SOURCES['validation']:
@@ -737,11 +733,11 @@ def test_pairs_longer_than_a_row_are_refused():
 def test_pairs_longer_than_a_row_are_dropped_and_counted_if_asked(split):
     """With `drop_long`, sentence pairs that do not fit into a row are left out.
 
-    The identity of the rows, which results record, says how many.
+    Results record the number of dropped pairs, as part of the identity of the rows.
     """
     rows = TranslationRows(SENTENCE_PAIRS, source_length=22, length=16, drop_long=True)
 
-    # A sentence takes one token more, for the separator.
+    # A separator follows each sentence, hence + 1.
     sources_that_fit = []
     for source, target in zip(SOURCES[split], TARGETS[split], strict=True):
         if len(source) + 1 <= 22 and len(target) + 1 <= 16:
@@ -768,9 +764,9 @@ def test_unequally_many_sentences_are_refused():
 
 
 def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
-    """To show whether a model uses its sources, the sources of sentence pairs change places.
+    """Exchanging the sources of sentence pairs shows whether a model uses its sources.
 
-    A source is exchanged only for one of equal length. Targets stay where they are.
+    A source is replaced only by one of equal length. Targets stay in place.
     """
     pairs = unpack_pairs(read_split(TRANSLATION_ROWS))
     shuffled_pairs = unpack_pairs(read_split(TRANSLATION_ROWS.with_shuffled_sources()))
@@ -785,7 +781,7 @@ def test_shuffled_sources_are_those_of_other_pairs_of_equal_length():
     sources = [pair.source for pair in pairs]
     assert sorted(pair.source for pair in shuffled_pairs) == sorted(sources)
 
-    # A source changes if another has its length. Empty sentences are all alike.
+    # A source changes if another source has the same length. All empty sources are equal.
     num_of_length = collections.Counter(len(source) for source in sources)
     for source, shuffled_pair in zip(sources, shuffled_pairs, strict=True):
         is_empty = source == [SEPARATOR]
