@@ -1,4 +1,4 @@
-"""What every dataset, tokenizer and task keeps, registered or from outside.
+"""The rules for every dataset, tokenizer and task, registered or from outside.
 
 `--dataset=module:function`, `--tokenizer=module:Class` and `--task=module:Class` name one.
 """
@@ -42,13 +42,13 @@ def data(tmp_path):
 def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
     """`dataset` is a value of the setting data.name, such as 'fables:fables'.
 
-    That is the function fables of a module fables, which returns a corpus.
+    'fables:fables' is the function fables of the module fables, which returns a corpus.
     """
     corpus = find(dataclasses.replace(data, name=dataset))
 
     # If a corpus has no validation split, `find` carves it from train.
     assert corpus.splits[:2] == ('train', 'validation')
-    # A corpus that is not parallel has the single language None.
+    # A corpus that is not a translation is read with the language None.
     for language in corpus.languages or (None,):
         texts_by_split = documents(corpus, language)
         assert documents(corpus, language) == texts_by_split
@@ -59,13 +59,13 @@ def test_a_dataset_gives_the_same_documents_each_time(dataset, data):
 
 
 def test_the_splits_of_a_dataset_hold_documents_in_every_language(dataset, data):
-    """Every split of a corpus has documents, in each language equally many.
+    """Every split of a corpus has documents, and the same number in each language.
 
     `dataset` is a value of the setting data.name, such as 'fables:fables'.
     """
     corpus = find(dataclasses.replace(data, name=dataset))
 
-    # A corpus that is not parallel has the single language None.
+    # A corpus that is not a translation is read with the language None.
     counts_by_language = []
     for language in corpus.languages or (None,):
         texts_by_split = documents(corpus, language)
@@ -83,7 +83,7 @@ def test_the_splits_of_a_dataset_hold_documents_in_every_language(dataset, data)
 
 
 def open_on_fables(tokenizer, data):
-    """Opens a tokenizer by its name. If it is learned, it learns the sentences of fables."""
+    """Opens a tokenizer by its name. A learned tokenizer learns from the corpus fables."""
     size = {'tokenizer_size': 260} if tokenizer == 'bpe' else {}
     return tokenizer_of(dataclasses.replace(data, tokenizer=tokenizer, **size))
 
@@ -104,12 +104,12 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
         assert np.all(ids < opened.vocab_size)
         assert opened.separator not in ids
 
-        # An unknown character may count fewer bytes than it has. A separator counts one.
+        # An unknown character may count as fewer bytes. A separator counts as one byte.
         num_bytes = opened.num_bytes(ids)
         assert num_bytes <= len(text.encode())
         assert opened.num_bytes(np.append(ids, [opened.separator])) == num_bytes + 1
 
-        # The text as bytes gives the same ids.
+        # Encoding the text as bytes gives the same ids.
         assert np.array_equal(opened.encode(text.encode()), ids)
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_decodes_a_document_of_its_corpus(tokenizer, data):
 
 
 def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
-    """A config of a decoder or an encoder, whichever the task trains, and the rows of the task."""
+    """The config of a decoder or encoder, whichever the task trains, and the rows of the task."""
     for kind in ('decoder', 'encoder'):
         model = ModelConfig(kind=kind, context=12, vocab_size=300)
         config = Config(model=model, data=dataclasses.replace(data, task=task))
@@ -144,7 +144,7 @@ def config_and_rows(task: str, data: DataConfig) -> tuple[Config, Rows]:
 
 
 def test_a_task_reads_rows_of_the_stated_shape(task, data):
-    """A task cuts a text into rows, examples of one length, and says what is predicted in them.
+    """A task cuts a text into rows of one length and says what is predicted in them.
 
     `task` is a value of the setting data.task, such as 'language' or 'ahead:Ahead'.
     """
@@ -154,7 +154,7 @@ def test_a_task_reads_rows_of_the_stated_shape(task, data):
         last = rows.count(split) - 1
         batch = read_rows(rows, split, [0, last, 0])
 
-        # `array_shapes` states length and dtype of one row of each array.
+        # `array_shapes` has (length, dtype) of one row of each array.
         shapes = {}
         for name, array_BT in batch.items():
             _, length = array_BT.shape
@@ -179,7 +179,7 @@ def test_a_row_of_a_task_is_the_same_in_every_batch(task, data):
         last = rows.count(split) - 1
         batch = read_rows(rows, split, [0, last, 0])
         again = read_rows(rows, split, [0, last, 0])
-        # The last row is at place 1 of the batch. Alone, it gets the seed of that place.
+        # The last row is at place 1 of the batch. Read it by itself with the seed of place 1.
         alone = read_rows(rows, split, [last], first_place=1)
         for name, array in batch.items():
             np.testing.assert_array_equal(array, again[name])
@@ -211,8 +211,8 @@ class TwoTrainedTrials:
     def sums(self, read):
         """Sums over the targets of each row, arrays [rows, trials].
 
-        A target of the first trial has loss 5 and is wrong. One of the second has loss 0 and is
-        right. `read` returns the batches of rows.
+        Each target has loss 5 and accuracy 0 in the first trial, and loss 0 and accuracy 1 in the
+        second. `read` returns the batches of rows.
         """
         batches = read(batch_size=8, part=None)
         weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])
@@ -241,8 +241,8 @@ def test_a_task_measures_declared_metrics_of_every_trial(task, data):
         num_trials = len(values)
         assert num_trials == 2
 
-    # The task ahead:Ahead measures how often a trial predicts the next token. Of
-    # TwoTrainedTrials, the first never does, and the second always does.
+    # The task ahead:Ahead measures how often a trial predicts the next token. The first trial never
+    # does, and the second always does.
     if task.startswith('ahead'):
         assert measured['val_nearer'].tolist() == [0, 1]
 
@@ -263,7 +263,7 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
         for loss in losses.values():
             assert loss > 0
 
-    # The task ahead:Ahead has only one, a guess by the frequencies of tokens.
+    # The task ahead:Ahead has only one yardstick, a guess by the frequencies of tokens.
     if task.startswith('ahead'):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
@@ -390,10 +390,10 @@ def wrong_modules(outside):
     ],
 )
 def test_an_object_of_the_wrong_kind_is_refused(data, wrong_modules, fields, message):
-    """A setting may name a function or class of the user. It is checked before it is used.
+    """A function or class that a setting names is checked before it is used.
 
-    fables is a valid corpus, and nibbles a valid tokenizer. `wrong_modules` writes the other
-    modules.
+    fables:fables is a valid corpus, and nibbles:Nibbles a valid tokenizer. `wrong_modules` writes
+    the other modules.
     """
     with refused(message):
         rows_of(Config(data=dataclasses.replace(data, **fields)))
@@ -415,9 +415,9 @@ def test_an_option_changes_the_identity_of_a_tokenizer(data):
 
 
 def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
-    """The identity of the data, which results record, covers the source code of their modules.
+    """The identity of the data changes with the source code of their modules.
 
-    The corpus is of the module fables, and the tokenizer of the module nibbles.
+    The module fables defines the corpus, and the module nibbles the tokenizer.
     """
     data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
     before = load_text(data).identity()
@@ -429,5 +429,5 @@ def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
 
     assert after['version'] != before['version']
     assert after['tokenizer'] != before['tokenizer']
-    # A comment does not change the tokens, of which fingerprints are hashes.
+    # Fingerprints are hashes of the tokens, which a comment does not change.
     assert after['fingerprints'] == before['fingerprints']

@@ -1,4 +1,4 @@
-"""Long texts are encoded a piece at a time, with the ids of the whole."""
+"""Long texts are encoded in pieces, with the same ids as the whole text."""
 
 import random
 
@@ -12,7 +12,7 @@ from qkattn.data.tokenizers.subwords import FileTokenizer
 from tests.data.test_tokenizers import CODE, ODD_TEXTS
 
 TEXT = b'\n'.join(CODE).decode()
-# Runs that are longer than what two pieces have in common.
+# Runs that are longer than the overlap of two pieces.
 RUNS = [' ' * 900, 'a' * 1111, 'ab' * 700, '=' * 1234, '0123456789' * 70, '日本語' * 300]
 
 
@@ -29,7 +29,7 @@ def train_library(model, trainer, *, pre_tokenizer=None, normalizer=None):
 
 
 def byte_level_bpe():
-    """A vocabulary like that of GPT-2."""
+    """A vocabulary like GPT-2's."""
     trainer = trainers.BpeTrainer(
         vocab_size=600,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -40,7 +40,7 @@ def byte_level_bpe():
 
 
 def bpe_over_the_whole_text():
-    """A vocabulary like that of Llama 2: a text is one word, with a space in front of it."""
+    """A vocabulary like Llama 2's: a text is one word, with a space in front of it."""
     model = models.BPE(unk_token='<unk>', fuse_unk=True)
     trainer = trainers.BpeTrainer(
         vocab_size=600, special_tokens=['<unk>'], max_token_length=9, show_progress=False
@@ -50,7 +50,7 @@ def bpe_over_the_whole_text():
 
 
 def unigram():
-    """Trains a vocabulary like that of XLM-R, of 600 tokens, on the beginning of TEXT.
+    """Trains a vocabulary of 600 tokens, like XLM-R's, on the beginning of TEXT.
 
     A unigram model splits each word into its most probable tokens.
     """
@@ -67,7 +67,7 @@ def unigram():
 
 
 def word_piece():
-    """A vocabulary like that of BERT: a word is split into its longest tokens, from the left."""
+    """A vocabulary like BERT's: a word is split into its longest tokens, from the left."""
     trainer = trainers.WordPieceTrainer(
         vocab_size=600, special_tokens=['[UNK]'], show_progress=False
     )
@@ -85,9 +85,9 @@ OVERLAP = 400
 
 @pytest.fixture
 def encoded_lengths(monkeypatch):
-    """A list that gets the length of every piece of a text that is encoded, in characters.
+    """A list that gets the length in characters of every piece that is encoded.
 
-    While a test uses it, pieces have PIECE characters by default, and neighbours share OVERLAP.
+    The fixture also sets the length of a piece to PIECE, and the overlap to OVERLAP.
     """
     lengths = []
     encode = pieces._Piece.encode
@@ -111,7 +111,7 @@ def check_pieces(library, text):
 
 
 def text_of_excerpts_and_odd_texts(rng):
-    """20 excerpts of TEXT, of up to 399 characters, each with an odd text after it."""
+    """20 excerpts of TEXT of up to 399 characters, each followed by an odd text or a run."""
     parts = []
     for _ in range(20):
         start = rng.randrange(len(TEXT))
@@ -127,15 +127,15 @@ def text_of_excerpts_and_odd_texts(rng):
     ids=lambda function: function.__name__,
 )
 def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train_tokenizer, encoded_lengths):
-    """`check_pieces` compares the ids of a text in pieces with those of one encoding."""
+    """`check_pieces` checks that a text in pieces has the same ids as the whole text."""
     library = train_tokenizer()
 
     # A text that is much longer than a piece.
     long_text = TEXT[:60_000]
     check_pieces(library, long_text)
 
-    # `encoded_lengths` has the length of every encoded piece, as a rule PIECE characters.
-    # Neighbouring pieces overlap, so there are more pieces than without overlap.
+    # `encoded_lengths` has the length of every encoded piece. Neighbouring pieces overlap, so there
+    # are more pieces than without overlap.
     num_pieces_without_overlap = len(long_text) / PIECE
     assert len(encoded_lengths) > num_pieces_without_overlap
 
@@ -153,9 +153,9 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train_tokenizer, encoded
 
 
 def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
-    """A long text is encoded in pieces of 2,000 characters, which are joined between words.
+    """In a unigram model, pieces of a text are joined only between words.
 
-    In a unigram model, each token depends on the whole word. So a piece grows until it has it all.
+    Each token depends on the whole word. So a piece grows until it has the whole word.
     """
     library = unigram()
     word = 'ab' * 5000
@@ -169,10 +169,7 @@ def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
 
 
 def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encoded_lengths):
-    """A long text is encoded a piece at a time, which takes less memory than the whole.
-
-    The ids are those of the whole text.
-    """
+    """Encoding a long text in pieces takes less memory and gives the same ids."""
     library = byte_level_bpe()
     path = str(tmp_path / 'a.json')
     library.save(path)
@@ -183,5 +180,5 @@ def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encod
 
     assert ids.dtype == np.uint16
     assert ids.tolist() == library.encode(document).ids
-    # No piece was longer than PIECE, 2,000 characters.
+    # The longest piece had PIECE = 2,000 characters.
     assert max(encoded_lengths) == PIECE

@@ -58,9 +58,9 @@ def test_a_dataset_describes_its_documents(aab_and_c, monkeypatch):
 
 
 def test_a_dataset_has_the_fingerprints_of_its_splits(aab_and_c):
-    """The identity of a dataset, which results record, tells its text and splits from others.
+    """Results record the identity of a dataset, which has a fingerprint of each split.
 
-    A fingerprint is a hash of a split's tokens. In this test, short texts stand for the hashes.
+    A fingerprint is a hash of a split's tokens. This test uses short texts instead.
     """
     train_info = dataclasses.replace(aab_and_c.info('train'), fingerprint='of train')
     test_info = dataclasses.replace(train_info, fingerprint='of test')
@@ -78,7 +78,7 @@ def test_a_dataset_has_the_fingerprints_of_its_splits(aab_and_c):
     }
     assert list(identity['fingerprints']) == ['test', 'train']  # sorted
 
-    # Nothing was carved from the train split of this dataset.
+    # This dataset has no carved split.
     assert 'carved' not in aab_and_c.identity()
 
 
@@ -126,7 +126,7 @@ def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, pre
         assert np.array_equal(from_files.split(split), from_texts.split(split))
         assert from_files.info(split) == from_texts.info(split)
 
-    # A file holds nothing but the ids.
+    # The file holds only the ids.
     ids_of_file = np.fromfile(prepared_dir / 'test.bin', np.uint8)
     assert np.array_equal(ids_of_file, from_texts.split('test'))
 
@@ -135,16 +135,16 @@ def test_prepared_tokens_are_the_dataset_that_they_were_made_of(text_config, pre
 def test_preparing_that_was_stopped_can_begin_again(
     text_config, prepared_dir, tmp_path, monkeypatch, num_files
 ):
-    """Preparing writes a file for each of three splits, then the index tokens.json.
+    """`prepare` writes a file for each of three splits, and then the index tokens.json.
 
-    It is stopped after `num_files` files. Without an index the directory is refused. Preparing it
-    again gives the same files as preparing it once, `prepared_dir`.
+    Here it stops after `num_files` files, and the directory without an index is refused. After a
+    second `prepare`, the directory has the same files as `prepared_dir`.
     """
     replace = os.replace
     num_written = 0
 
     def replace_or_stop(*paths):
-        """Stands for `os.replace`, which finishes each file: it stops before the next file."""
+        """Replaces `os.replace`, which finishes each file. It stops after `num_files` files."""
         nonlocal num_written
         if num_written == num_files:
             raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def test_a_damaged_directory_is_made_again(text_config, prepared_dir, tmp_path, 
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     path = copy / 'train.bin'
     path.write_bytes(path.read_bytes()[:-1] + b'x')
-    load_text(config_of_tokens(copy))  # reads no tokens, so that it does not fail
+    load_text(config_of_tokens(copy))  # does not fail, because it reads no tokens
 
     prepare(text_config, str(copy))
 
@@ -244,7 +244,7 @@ def test_data_that_cannot_be_prepared_are_refused(text_config, prepared_dir, fie
 def test_texts_that_cannot_be_tokenized_are_refused(
     text_config, tmp_path, monkeypatch, train, fields, message
 ):
-    # The dataset 'x' has these documents. By default it is tokenized in bytes, separated by 0.
+    # By default, the dataset 'x' is tokenized in bytes, with byte 0 as the separator.
     register(monkeypatch, 'x', {'train': train, 'validation': [b'a']})
     data = dataclasses.replace(text_config, name='x', path=None, **fields)
     with refused(message):
@@ -255,11 +255,11 @@ def test_texts_that_cannot_be_tokenized_are_refused(
 def test_the_number_of_workers_does_not_change_the_tokens(
     text_config, tmp_path, outside, monkeypatch, tokenizer
 ):
-    """Workers are processes that tokenize batches of documents. Two write the files of one.
+    """Two workers write the same files as one worker. Workers are processes that tokenize batches.
 
-    The tokenizer is learned from the text, read from a file, or a class of a module.
+    The tokenizer is learned from the text, read from a file, or imported as a class.
     """
-    # The 60 documents of train are 9 batches.
+    # The 60 documents of train make 9 batches of at most 7 documents.
     monkeypatch.setattr(encoding, 'BATCH_DOCUMENTS', 7)
     monkeypatch.chdir(tmp_path)
     write_vocabulary(tmp_path / 'words.json')
@@ -281,7 +281,7 @@ def test_a_document_that_a_worker_cannot_encode_is_named(text_config, tmp_path, 
 
 
 def test_a_worker_that_is_killed_is_named(text_config, tmp_path, monkeypatch):
-    # A worker calls os._exit(9).
+    # The worker gets the batch 9 and calls os._exit(9).
     monkeypatch.setattr(encoding, '_batches', lambda texts: [9])
     monkeypatch.setattr(encoding, '_encode_batch', os._exit)
     with refused('a process that tokenizes was killed, .*; give fewer --workers'):
@@ -328,11 +328,11 @@ def test_the_vocabulary_comes_with_the_tokens(text_config, tmp_path):
 
 
 def test_a_wrong_vocabulary_is_named(text_config, tmp_path):
-    """The name of a tokenizer of characters ends in a hash of them, so another set has another."""
+    """The name of a tokenizer of characters ends in a hash of its characters."""
     prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
     vocabulary_file = tmp_path / 'tokenizer.json'
 
-    # The character '!' is added to those of the text.
+    # Add the character '!' to the vocabulary.
     content = vocabulary_file.read_text()
     vocabulary_file.write_text(content.replace(': "', ': "!'))
 
@@ -344,7 +344,7 @@ def test_a_damaged_vocabulary_is_named(text_config, tmp_path):
     prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
     vocabulary_file = tmp_path / 'tokenizer.json'
 
-    # The end of the file is cut, so that it is no JSON.
+    # Cut the end of the file, so that it is not JSON.
     content = vocabulary_file.read_text()
     vocabulary_file.write_text(content[:-9])
 
@@ -353,12 +353,12 @@ def test_a_damaged_vocabulary_is_named(text_config, tmp_path):
 
 
 def with_fields(**fields):
-    """A damage of tokens.json, which sets these fields."""
+    """A function that sets these fields in the text of tokens.json."""
     return lambda text: json.dumps(json.loads(text) | fields)
 
 
 def with_fields_of_train(**fields):
-    """A damage of tokens.json, which sets these fields of its train split."""
+    """A function that sets these fields of the train split in the text of tokens.json."""
 
     def damage(text):
         index = json.loads(text)
@@ -415,7 +415,7 @@ def test_a_missing_file_is_named(prepared_dir, tmp_path, file, message):
     ],
 )
 def test_a_damaged_file_is_named(prepared_dir, tmp_path, file, damage, message):
-    # The directory holds tokens in bytes, one file per split, and their index tokens.json.
+    # `prepared_dir` holds tokens in bytes, in a file per split, and the index tokens.json.
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     content = (copy / file).read_text('latin-1')
     (copy / file).write_text(damage(content), 'latin-1')
@@ -523,10 +523,10 @@ class Cls:
 def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
     prepared_dir, tmp_path, monkeypatch, damage, message
 ):
-    """tokens.json, the index of a directory of tokens, may be damaged or come from someone else.
+    """The index of a directory of tokens, tokens.json, may be damaged or come from someone else.
 
-    Each case sets fields of the index of `prepared_dir`, whose train split has 60 documents. The
-    class evil:Cls exists, but no settings of the user name it, so it must not be imported.
+    Each case sets fields of a valid index, whose train split has 60 documents. The class evil:Cls
+    must not be imported, because the user's settings do not name it.
     """
     copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
     index = copy / 'tokens.json'
@@ -543,21 +543,21 @@ def test_a_wrong_index_is_refused_before_anything_it_names_is_used(
 
 
 def test_a_class_is_imported_only_if_the_config_names_it(text_config, tmp_path, outside):
-    """A directory of tokens names the class of its tokenizer, which is code.
+    """A directory of tokens names the class of its tokenizer.
 
-    The directory may come from someone else. So the class is imported only if the user's own
-    settings name it, too.
+    The directory may come from someone else. So the class is imported only if the user's settings
+    name it, too.
     """
     tokens_directory = tmp_path / 'tokens'
     data = dataclasses.replace(text_config, tokenizer='nibbles:Nibbles')
     prepare(data, str(tokens_directory))
 
-    # These settings do not name the class.
+    # These settings name other tokenizers.
     for requested in ('bytes', 'nibbles:Other', 'characters'):
         with refused('set data.tokenizer=nibbles:Nibbles to import it'):
             load_text(config_of_tokens(tokens_directory, tokenizer=requested))
 
-    # These do.
+    # These settings name the class.
     opened = load_text(config_of_tokens(tokens_directory, tokenizer='nibbles:Nibbles'))
     assert opened.identity() == load_text(data).identity()
 
@@ -573,8 +573,8 @@ def test_a_vocabulary_file_with_a_huge_id_is_refused(text_config, tmp_path):
 def write_vocabulary(path):
     """Writes a vocabulary file of words, in the format of the Hugging Face library `tokenizers`.
 
-    Its 401 ids are 0 for unknown words, 1 to 399 for 'word1' to 'word399', and 400 for the end of
-    a text. Returns the path.
+    Id 0 is for unknown words, 1 to 399 for 'word1' to 'word399', and 400 for the end of a text.
+    Returns the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     vocabulary = {'[UNK]': 0}
@@ -589,7 +589,7 @@ def write_vocabulary(path):
 
 @contextlib.contextmanager
 def as_earlier_versions(monkeypatch):
-    """Adds an id as separator to every vocabulary, even to one that has an end of text."""
+    """Adds a separator id to every vocabulary, even if it has an end of text."""
     with monkeypatch.context() as patch:
         patch.setattr(FileTokenizer, '_end_of_text', lambda self: None)
         yield
@@ -602,10 +602,10 @@ def as_earlier_versions(monkeypatch):
 def test_tokens_with_an_added_separator_keep_it(
     text_config, tmp_path, monkeypatch, separator, end_of_name
 ):
-    """Tokens are read with the separator between documents that they were written with.
+    """Tokens are read with the same separator of documents with which they were written.
 
-    The vocabulary has the ids 0 to 400, and 400 ends a text. So 400 is the separator. Earlier
-    versions of the program added an id as the separator, 401.
+    The vocabulary has the ids 0 to 400. Its end of text, 400, is the separator. Earlier versions of
+    the program added the id 401 as separator.
     """
     vocabulary = str(write_vocabulary(tmp_path / 'v/words.json'))
     data = dataclasses.replace(text_config, tokenizer=vocabulary)
@@ -621,7 +621,7 @@ def test_tokens_with_an_added_separator_keep_it(
         assert dataset.vocab_size == separator + 1
         # The train split has 60 documents.
         assert len(dataset.document_ends('train')) == 60
-        # The name tells the two separators apart.
+        # The name of the tokenizer tells the two separators apart.
         name_without_end, _, _ = dataset.tokenizer.name.partition('-end')
         assert dataset.tokenizer.name == name_without_end + end_of_name
 
@@ -633,10 +633,10 @@ def test_tokens_with_an_added_separator_keep_it(
 
 @pytest.mark.slow
 def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_path, monkeypatch):
-    """The vocabulary has the ids 0 to 400, of which 400 is an end of text.
+    """A run that was started with an added separator keeps this separator when it resumes.
 
-    The end of text separates documents. Earlier versions overlooked the end of text, and added the
-    id 401 as separator.
+    The vocabulary has the ids 0 to 400. New runs use its end of text, 400, as separator. Earlier
+    versions overlooked the end of text and added the id 401.
     """
     end_of_text = 400
     added_separator = 401
@@ -657,23 +657,23 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_pa
     assert result['data'] == result_of_earlier_version['data']
     assert result['test_loss'] == result_of_earlier_version['test_loss']
 
-    # The tokenizer that is loaded with the run has the added separator, too.
+    # Loading the run gives a tokenizer with the added separator, too.
     loaded_run = loading.load(run)
     tokenizer = loading.tokenizer_for(loaded_run, data='', otherwise='--prompt_tokens')
     assert tokenizer.separator == added_separator
 
-    # Any other run has the separator of the file, so the ids 0 to 400 suffice.
+    # A new run uses the end of text as separator, so the ids 0 to 400 suffice.
     model_of_other_run = dataclasses.replace(config.model, vocab_size=end_of_text + 1)
     other_config = dataclasses.replace(config, model=model_of_other_run)
     assert rows_of(other_config).vocab_size == end_of_text + 1
 
 
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
-    """The documentation shows a program that writes a directory of tokens.
+    """docs/data.md shows a program that writes a directory of tokens.
 
-    It writes two documents of train, each with the separator 0 after it, and the index.
+    Its train split has two documents, each followed by the separator 0.
     """
-    # Run the program of docs/data.md as it is.
+    # Run the program of the page without changes.
     page = (ROOT / 'docs/data.md').read_text('utf-8')
     programs = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
     assert len(programs) == 1
@@ -687,11 +687,11 @@ def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
     train_ids = dataset.split('train')
     assert bytes(train_ids) == b'one text\0another\0'
 
-    # The index states the entropy of the ids, which the program computes by itself.
+    # The program computes the entropy of the ids itself and writes it into the index.
     expected_nats = tokens.entropy(np.bincount(train_ids))
     assert dataset.unigram_nats('train') == pytest.approx(expected_nats)
 
-    # With `compare`, a file with another hash than that of the index would be refused.
+    # With compare=True, a file whose hash differs from the index would be refused.
     index = token_files.read_index(directory)
     compared = token_files.open_index(directory, index, dataset.tokenizer, compare=True)
     assert compared.splits == ('train', 'validation')

@@ -21,8 +21,8 @@ END = 300  # the id that separates documents
 def ids_of_documents(seed, num_documents=60, end_last=True):
     """The random ids of documents, as one array.
 
-    A document has 5 to 39 ids from 1 to 299. END stands after each document, or with
-    `end_last=False` before it.
+    A document has 5 to 39 ids from 1 to 299. END follows each document. With end_last=False, END
+    precedes each document.
     """
     rng = np.random.default_rng(seed)
     parts = []
@@ -112,7 +112,7 @@ def test_shards_read_as_one_array(tmp_path):
         for end in range(start, 21):
             assert shards[start:end].tolist() == whole[start:end].tolist()
 
-    # As in an array, a slice may end behind the last id.
+    # As in an array, a slice may end after the last id.
     assert shards[18:25].tolist() == [18, 19]
 
 
@@ -124,7 +124,7 @@ def test_a_cut_of_shards_keeps_their_documents(tmp_path):
     second_shard = Shard(tmp_path, ids, document_ends)
     shards = Shards([first_shard, second_shard])
 
-    # The cut is behind the first document of the second shard.
+    # The cut is after the first document of the second shard.
     cut_position = len(ids) + 3
     before, after = shards.cut([cut_position])
 
@@ -133,7 +133,7 @@ def test_a_cut_of_shards_keeps_their_documents(tmp_path):
     ends_before_cut = [shard.document_ends.tolist() for shard in before.shards]
     assert ends_before_cut == [[3, 6, 10], [3]]
 
-    # Behind the cut are the other two documents. Their ends are counted from the cut.
+    # After the cut are the other two documents. Their ends are counted from the cut.
     assert len(after) == 7
     ends_after_cut = [shard.document_ends.tolist() for shard in after.shards]
     assert ends_after_cut == [[6 - 3, 10 - 3]]
@@ -141,7 +141,7 @@ def test_a_cut_of_shards_keeps_their_documents(tmp_path):
 
 @pytest.fixture
 def nanogpt_files(directory):
-    """Files of nanoGPT: 60 documents in train.bin, and 30 in val.bin, each with END after it."""
+    """Files of nanoGPT: 60 documents in train.bin and 30 in val.bin. END follows each document."""
     write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
     write_nanogpt(directory / 'val.bin', ids_of_documents(seed=1, num_documents=30))
 
@@ -185,7 +185,7 @@ def test_shards_of_llm_c_are_one_split_in_order_of_their_names(config_of_tokens,
 
     assert dataset.split('train')[:].tolist() == train_ids.tolist()
 
-    # The window from 490 to 510 is in both files, of which the first has 500 ids.
+    # The first file has 500 ids, so the window from 490 to 510 is in both files.
     windows_BT = dataset.windows('train', np.array([490, 0]), 20)
     assert windows_BT.dtype == np.int32
     assert windows_BT.tolist() == [train_ids[490:510].tolist(), train_ids[:20].tolist()]
@@ -217,7 +217,7 @@ def test_tokens_of_llama_3_are_uint32(config_of_tokens, directory):
 
 @pytest.fixture
 def megatron_files(directory):
-    """Files of Megatron: four documents in validation, of which one is empty; 80 in train."""
+    """Files of Megatron: 80 documents in train and 4 in validation. One in four is empty."""
     documents = [[[1, 2], [3, 4, END]], [[5, 6]], [], [[7]]]
     write_megatron(directory / 'train_text_document', documents * 20)
     write_megatron(directory / 'valid_text_document', documents)
@@ -241,10 +241,10 @@ def test_documents_of_megatron_may_end_at_an_id_instead(config_of_tokens, megatr
 
 @pytest.mark.parametrize('name', ['all', 'all.bin'])
 def test_splits_are_carved_from_one_file_at_ends_of_documents(config_of_tokens, directory, name):
-    """A single file of tokens is cut into train, validation and test, after whole documents."""
-    # 200 documents of 3 to 7 ids; all ids of a document are its number.
+    """A single file of tokens is cut between documents into train, validation and test."""
+    # 200 documents of 3 to 7 ids. All ids of a document are its number.
     documents = [np.full(3 + number % 5, number) for number in range(200)]
-    # A document of Megatron's format is a list of sequences, here of one.
+    # In Megatron's format, a document is a list of sequences. Here each document has one.
     write_megatron(directory / 'all', [[document] for document in documents])
 
     dataset = load_text(config_of_tokens(path=str(directory / name)))
@@ -257,11 +257,11 @@ def test_splits_are_carved_from_one_file_at_ends_of_documents(config_of_tokens, 
     all_ids = np.concatenate([train, validation, test])
     assert all_ids.tolist() == np.concatenate(documents).tolist()
 
-    # Each split begins with the next document.
+    # Validation begins with the document after train, and test with the one after validation.
     assert validation[0] == train[-1] + 1
     assert test[0] == validation[-1] + 1
 
-    # The last document of a split ends with it.
+    # Each split ends at the end of a document.
     for split in dataset.splits:
         assert dataset.document_ends(split)[-1] == len(dataset.split(split))
 
@@ -271,14 +271,14 @@ def test_splits_are_carved_from_one_file_at_ends_of_documents(config_of_tokens, 
 
 
 def test_a_test_split_is_carved_if_asked(config_of_tokens, nanogpt_files):
-    """Beside a validation split, a missing test split is cut off train only with `carve_test`."""
+    """If there is a validation split, a test split is cut off train only with `carve_test`."""
     without_test = load_text(config_of_tokens(documents=f'id={END}'))
     assert without_test.splits == ('train', 'validation')
 
     with_test = load_text(config_of_tokens(documents=f'id={END}', carve_test=True))
     assert with_test.splits == ('train', 'validation', 'test')
 
-    # END stands after each document, so train ends with a whole one.
+    # END follows each document, so train ends with a whole document.
     assert with_test.split('train')[:][-1] == END
 
     # Validation is the file that `nanogpt_files` has written.
@@ -307,12 +307,12 @@ def test_blocks_of_tokens_are_evaluation_clusters(config_of_tokens, hundred_ids)
 
     _, cluster_R = clusters(rows, 'validation')
 
-    # A row belongs to the block of 40 in which it begins: 4 rows of 10 to a block.
+    # A row belongs to the block in which it begins. A block of 40 has 40 / 10 = 4 rows.
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
 def write_words(directory):
-    """Writes 40 times 'word1 word2', 'word3' as both splits, in ids with the separator 400."""
+    """Writes 'word1 word2' and 'word3' 40 times into both splits, as ids. Returns the ids."""
     ids = np.array([1, 2, 400, 3, 400] * 40, np.uint16)
     write_nanogpt(directory / 'train.bin', ids)
     write_nanogpt(directory / 'val.bin', ids)
@@ -321,7 +321,7 @@ def write_words(directory):
 
 def test_a_named_vocabulary_decodes_the_tokens(config_of_tokens, directory, tmp_path):
     vocabulary = write_vocabulary(tmp_path / 'words.json')
-    ids = write_words(directory)  # 40 times the documents 'word1 word2' and 'word3'
+    ids = write_words(directory)  # the documents 'word1 word2' and 'word3', 40 times
 
     dataset = load_text(config_of_tokens(tokenizer=str(vocabulary)))
 
@@ -352,7 +352,7 @@ def test_counts_of_ids_are_cached_until_a_file_changes(
 ):
     """The ids of token files are counted and hashed once, when the files are first opened.
 
-    The hashes, the fingerprints of splits, are part of the dataset's identity.
+    The identity of a dataset contains the hash of each split as its fingerprint.
     """
     first = load_text(config_of_tokens()).identity()
 
@@ -361,7 +361,7 @@ def test_counts_of_ids_are_cached_until_a_file_changes(
         patch.setattr('qkattn.data.token_formats.in_place._count', None)
         assert load_text(config_of_tokens()).identity() == first
 
-    # Other ids of validation are counted.
+    # A changed validation file is counted again.
     write_nanogpt(directory / 'val.bin', ids_of_documents(seed=2))
     second = load_text(config_of_tokens()).identity()
     assert second['fingerprints']['train'] == first['fingerprints']['train']
@@ -378,8 +378,8 @@ def test_counts_of_ids_are_cached_until_a_file_changes(
 def test_a_model_trains_on_tokens_without_a_vocabulary(
     kind, vocab_size, tiny, config_of_tokens, directory, tmp_path
 ):
-    """Token files alone are enough to train on, without the tokenizer that made them."""
-    # The ids are 1 to 300. Document separators have the id END, which is 300.
+    """Token files are enough to train on, without the tokenizer that made them."""
+    # The ids are 1 to 300. END, which separates documents, is 300.
     write_nanogpt(directory / 'train.bin', ids_of_documents(seed=0))
     write_nanogpt(directory / 'val.bin', ids_of_documents(seed=1))
     write_nanogpt(directory / 'test.bin', ids_of_documents(seed=2))
@@ -388,15 +388,15 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
 
     results = train(config, tmp_path / 'run')
 
-    # The 301 ids from 0 to the largest one take the place of a vocabulary.
+    # The name stands for the 301 ids from 0 to the largest id, 300.
     assert results[0]['data']['tokenizer'] == 'ids-301'
     assert np.isfinite(results[0]['test_loss'])
 
 
 def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_tokens, directory):
-    """An encoder predicts masked tokens. Some get a random id in place of the mask.
+    """A masked token becomes the mask or a random id, but never a separator.
 
-    A separator would never be chosen. These tokens have none, because no setting names one.
+    These tokens have no separator, so any id from 0 to 3 may be chosen.
     """
     ids = np.arange(4000, dtype=np.uint16) % 4
     write_nanogpt(directory / 'train.bin', ids)
@@ -406,7 +406,7 @@ def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_toke
 
     batch = train_batch(rows, seed=0, step=0, batch_size=64)
 
-    # A masked token becomes the mask, 4, or any other id.
+    # The mask is 4.
     is_masked_BT = batch['loss_weights_BT'] > 0
     is_replaced_BT = is_masked_BT & (batch['tokens_BT'] != batch['targets_BT'])
     assert set(batch['tokens_BT'][is_replaced_BT]) == {0, 1, 2, 3, 4}
