@@ -25,11 +25,11 @@ def texts(tmp_path):
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
-    """A function that returns the config of a run with further corpora to evaluate on.
+    """A function config_of(*evaluate, model=None, **data), which returns the config of a run.
 
-    config_of('stdlib@test', model={'context': 9}, lowercase=True) sets data.evaluate to
-    ('stdlib@test',), and settings of the model and the data. By default the model is a decoder, its
-    rows have 16 tokens, and the data of the run are 200 numbered lines with the name 'lines'.
+    The run is trained on `data` and evaluated on the corpora `evaluate`, such as 'stdlib@test'.
+    `model` and `data` are settings. By default, the run trains a decoder on 'lines', a corpus of
+    200 numbered lines, in rows of 16 tokens.
     """
     lines = [f'line {number} of the corpus\n'.encode() for number in range(200)]
     split_texts = {'train': lines[:120], 'validation': lines[120:160], 'test': lines[160:]}
@@ -45,7 +45,7 @@ def config_of(tmp_path, monkeypatch):
 
 
 def corpus_of(config):
-    """The only corpus of `data.evaluate`, opened."""
+    """Opens the only corpus of data.evaluate."""
     corpora = open_corpora(config, rows_of(config))
     assert len(corpora) == 1
     return corpora[0]
@@ -97,9 +97,9 @@ def tokens_of(corpus):
 def test_an_entry_names_a_corpus_with_settings_and_a_split(config_of, text, fields, split):
     """An entry of data.evaluate has the form NAME[:PATH][?FIELD=VALUE&...][@SPLIT].
 
-    It names a further corpus on which a run is evaluated. Without a split, that is validation.
+    It names a corpus on which a run is evaluated. The default split is validation.
     """
-    # A corpus also has these settings of the run.
+    # These settings of the run also apply to the corpus.
     fields_of_run = {'tokenizer': 'bpe', 'tokenizer_size': 300, 'lowercase': True}
     config = config_of(text, **fields_of_run)
 
@@ -132,7 +132,7 @@ def test_a_split_of_the_run_itself_is_not_opened_again(config_of):
 def test_windows_of_an_evaluation_are_not_shifted(config_of):
     """With `shift_windows`, the windows of each training epoch begin at another token.
 
-    An evaluation, even one on the train split, always begins at the first.
+    An evaluation always begins at the first token, even on the train split.
     """
     # '@train' is the train split of the run itself.
     config = config_of('@train', shift_windows=True)
@@ -150,9 +150,9 @@ def test_windows_of_an_evaluation_are_not_shifted(config_of):
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'characters', 'bpe'])
 def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer):
-    """A further corpus of an evaluation has the ids of the model, whatever its own text is.
+    """The tokenizer of the run encodes the text of a corpus on which the run is evaluated.
 
-    Tokenizers of characters and bpe are learned from the text of the run.
+    Tokenizers of characters and bpe are learned from the run's own text.
     """
     size = {'tokenizer_size': 262} if tokenizer == 'bpe' else {}
     config = config_of(f'text:{texts}@test', tokenizer=tokenizer, model={'vocab_size': 300}, **size)
@@ -160,13 +160,13 @@ def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer
 
     corpus = open_corpora(config, rows)[0]
 
-    # Each text is a document, in the order of the file names.
+    # The first file of the split is its first document.
     first_text = (texts / 'test/000.txt').read_bytes()
     first_ids = rows.dataset.tokenizer.encode(first_text)
     assert corpus.rows.dataset.split('test')[: len(first_ids)].tolist() == first_ids.tolist()
     assert corpus.rows.vocab_size == rows.vocab_size
 
-    # The version is a hash of the texts, which need not be compared.
+    # The version is a hash of the texts, which this test does not check.
     identity = corpus.identity()
     del identity['version']
     assert identity == {
@@ -175,7 +175,7 @@ def test_text_is_encoded_by_the_tokenizer_of_the_run(config_of, texts, tokenizer
         'fingerprints': {'test': corpus.rows.dataset.info('test').fingerprint},
     }
 
-    # No other split was tokenized.
+    # Only the test split was tokenized.
     cache = texts.parent / 'cache/tokens/text'
     assert [path.name for path in cache.rglob('*.bin')] == ['test.bin']
 
@@ -193,7 +193,7 @@ def test_a_split_that_is_tokenized_alone_has_the_same_tokens(config_of, texts):
 
 
 def test_a_carved_split_is_named_as_one(config_of, texts):
-    # A folder of texts without splits, from which validation is carved.
+    # This folder has no split folders, so validation is carved from its texts.
     folder = texts / 'train'
 
     validation = corpus_of(config_of(f'text:{folder}'))
@@ -204,24 +204,25 @@ def test_a_carved_split_is_named_as_one(config_of, texts):
 
 
 def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_path):
-    """A text may be tokenized beforehand, by `prepare`, and then named as tokens.
+    """Evaluating on the tokens that `prepare` writes is the same as evaluating on the text.
 
-    Evaluating on these tokens is the same as evaluating on the text with their tokenizer.
+    The first argument of `config_of` is the corpus to evaluate on. The others describe the run.
     """
     vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
-    model = {'vocab_size': 401}  # that of the vocabulary
+    model = {'vocab_size': 401}  # the vocabulary has 401 ids
     tokens = str(tmp_path / 'made')
     text = DataConfig(
         name='text', path=str(texts), tokenizer=vocabulary, data_dir=str(tmp_path / 'cache')
     )
     prepare(text, tokens)
 
-    # A run on another text with the same vocabulary. Without a split, validation is evaluated.
+    # This run trains on the corpus 'lines' with the vocabulary. It is evaluated on the validation
+    # split of the tokens, because no split is named.
     run_with_vocabulary = config_of(f'tokens:{tokens}', tokenizer=vocabulary, model=model)
     from_tokens = corpus_of(run_with_vocabulary)
     assert from_tokens.identity()['fingerprints'].keys() == {'validation'}
 
-    # If the run itself reads the prepared tokens, text is encoded by their tokenizer.
+    # This run trains on the tokens. It is evaluated on the text, encoded with their tokenizer.
     run_on_tokens = config_of(f'text:{texts}', name='tokens', path=tokens, model=model)
     from_text = corpus_of(run_on_tokens)
     assert tokens_of(from_text).tolist() == tokens_of(from_tokens).tolist()
@@ -229,10 +230,10 @@ def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_pa
 
 @pytest.fixture
 def config_of_ids(config_of, tmp_path):
-    """A function that returns the config of a run on token files without a vocabulary.
+    """A function like `config_of`, for a run on token files without a vocabulary.
 
-    config_of_ids('lines', model={...}, **data) is like `config_of`, but the run reads ids from 0 to
-    300 in the directory 'own', where 300 separates documents. The model has 310 ids by default.
+    The run reads ids up to 300 from the directory 'own'. 300 separates documents. By default, the
+    model has 310 ids.
     """
     write_nanogpt(tmp_path / 'own/train.bin', ids_of_documents(seed=0))
     write_nanogpt(tmp_path / 'own/val.bin', ids_of_documents(seed=1, num_documents=30))
@@ -248,7 +249,7 @@ def config_of_ids(config_of, tmp_path):
 
 @pytest.fixture
 def tokens_with_id_305(tmp_path):
-    """A directory of tokens without a vocabulary, of which the last is 305 and others below 301."""
+    """Tokens without a vocabulary. The last validation id is 305, and all others are below 301."""
     directory = tmp_path / 'other'
     validation_ids = np.append(ids_of_documents(seed=3, num_documents=30), 305)
     write_nanogpt(directory / 'train.bin', ids_of_documents(seed=2))
@@ -264,7 +265,8 @@ def test_ids_without_a_vocabulary_are_read_as_those_of_the_run(config_of_ids, to
     # The run has the ids 0 to 300.
     assert corpus.rows.vocab_size == 301
 
-    # The separator of the run divides the documents, so that a row has segments of several.
+    # The run's separator also divides this corpus, so a row has segments of several documents.
+    # `read` gets the numbers of nine rows and their random seeds, which are pairs of zeros.
     batch = corpus.rows.read('validation', np.arange(9), np.zeros((9, 2), np.uint64))
     assert batch['segments_BT'].max() > 1
 
@@ -274,7 +276,7 @@ def test_ids_without_a_vocabulary_have_to_be_ids_of_the_model(config_of_ids, tok
     with refused(r"evaluate='tokens:\S+': it has the id 305, but the model has ids from 0 to 304"):
         corpus_of(config_of_ids(corpus, model={'vocab_size': 305}))
 
-    # The ids of an encoder end before its mask.
+    # The mask of an encoder is 301, the id after the ids of the run, 0 to 300.
     with refused('it has the id 305, but the model has ids from 0 to 300 '):
         corpus_of(config_of_ids(corpus, model={'kind': 'encoder', 'vocab_size': 310}))
 
@@ -287,28 +289,28 @@ def test_text_needs_a_vocabulary(config_of_ids):
 def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts, tmp_path):
     """A model can be evaluated only on tokens of its own tokenizer.
 
-    The name of a tokenizer is 'bytes', or 'file-HASH-end400' for a vocabulary file whose id 400
-    ends a text. It is 'ids-301' for the ids 0 to 300 without a vocabulary.
+    The tokenizer of a vocabulary file whose id 400 ends a text has the name 'file-HASH-end400'. For
+    the ids 0 to 300 without a vocabulary, the name is 'ids-301'.
     """
     text = DataConfig(name='text', path=str(texts), data_dir=str(tmp_path / 'cache'))
     vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
     prepare(dataclasses.replace(text, tokenizer=vocabulary), str(tmp_path / 'words'))
     tokens_of_words = f'tokens:{tmp_path}/words'
-    # The fixture `config_of_ids` has written ids without a vocabulary.
+    # The fixture `config_of_ids` has written these ids without a vocabulary.
     tokens_of_ids = f'tokens:{tmp_path}/own'
 
-    # Words for a run on bytes.
+    # A run on bytes cannot be evaluated on words.
     with refused(
         'it has the tokenizer file-[0-9a-f]{12}-end400, but the run has bytes; '
         'give tokens of the same'
     ):
         corpus_of(config_of(tokens_of_words))
 
-    # Words for a run on ids.
+    # A run on ids cannot be evaluated on words.
     with refused('it has the tokenizer file-[0-9a-f]{12}-end400, but the run has ids-301'):
         corpus_of(config_of_ids(tokens_of_words))
 
-    # Ids for a run on bytes.
+    # A run on bytes cannot be evaluated on ids.
     with refused(r"evaluate='tokens:\S+': it has the tokenizer ids-301, but the run has bytes"):
         corpus_of(config_of(tokens_of_ids))
 
@@ -384,7 +386,7 @@ def test_an_encoder_is_evaluated_at_the_mask_rate_of_the_run(config_of):
 
     corpus = corpus_of(config)
 
-    # 4 of the 16 tokens of a row are masked.
+    # In a row, 0.25 * 16 = 4 tokens are masked.
     batch = next(eval_batches(corpus.rows, 'test', batch_size=4))
     assert batch['loss_weights_BT'].sum(axis=1).tolist() == [4, 4, 4, 4]
     assert corpus.identity()['masking'] == {'version': 1, 'rate': 0.25}

@@ -40,9 +40,9 @@ def test_a_url_is_no_data_root():
 
 
 def test_one_of_three_threads_prepares_at_a_time(tmp_path):
-    """Three threads want a file that has to be prepared, and wait for each other.
+    """Only one thread prepares a missing file at a time.
 
-    The first one fails, the second prepares the file, and the third finds it.
+    The first of three threads fails, the second prepares the file, and the third finds it.
     """
     path = tmp_path / 'file'
     num_calls = 0
@@ -51,7 +51,7 @@ def test_one_of_three_threads_prepares_at_a_time(tmp_path):
         """Writes the file, but fails when it is called for the first time."""
         nonlocal num_calls
         num_calls += 1
-        time.sleep(0.1)  # another thread could come in between
+        time.sleep(0.1)  # time in which another thread could call `prepare`
         if num_calls == 1:
             raise KeyError
         path.write_text('sound')
@@ -86,7 +86,7 @@ FORMS = {
 TEXT, PAIRS, CAUSAL, LABELS = FORMS
 # The length of a row of each form.
 LENGTHS = {TEXT: 40, PAIRS: 40, CAUSAL: 7, LABELS: 4}
-# The class of the rows, by kind of model and form of data; other pairs are refused.
+# The class of the rows, by kind of model and form of data. Other pairs are refused.
 ROWS = {
     'decoder': {TEXT: LanguageRows, CAUSAL: CausalProbeRows},
     'encoder': {TEXT: MaskedRows, LABELS: LabellingProbeRows},
@@ -121,10 +121,7 @@ def test_tokens_of_bytes_are_cached_in_a_byte_each(letters):
 
 
 def test_a_dataset_knows_the_counts_of_its_splits(letters):
-    """`letters` has the train documents 'aab' and 'c', in ids of bytes.
-
-    A byte 0 follows each document.
-    """
+    """`letters` has the train documents 'aab' and 'c'. A byte 0 follows each document."""
     dataset = load(letters)
     train_ids = b'aab\0c\0'
 
@@ -134,17 +131,17 @@ def test_a_dataset_knows_the_counts_of_its_splits(letters):
     assert info.num_bytes == len(train_ids)
     assert info.fingerprint == hashlib.sha256(train_ids).hexdigest()
 
-    # 'a' and byte 0 have the frequency 2/6 each, 'b' and 'c' have 1/6.
+    # The frequencies are 2/6 for 'a' and for byte 0, and 1/6 for 'b' and for 'c'.
     entropy = 2 * (2 / 6) * math.log(6 / 2) + 2 * (1 / 6) * math.log(6)
     assert info.unigram_nats_per_token == pytest.approx(entropy, rel=1e-12)
 
-    # Only evaluated documents keep their names.
+    # The names of train documents are not stored.
     assert info.document_names is None
     assert dataset.document_names('validation') == ['validation 0']
 
 
 def test_cached_tokens_are_not_written_again(letters, cache_warnings):
-    """The first `load` writes the tokens of a dataset into a cache, which later ones read."""
+    """The first `load` writes the tokens of a dataset into a cache. Later calls read the cache."""
     identity = load(letters).identity()
     directory = tokens_directory(letters)
     write_times = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
@@ -174,9 +171,9 @@ def test_cached_tokens_are_not_written_again(letters, cache_warnings):
     ],
 )
 def test_a_damaged_cache_is_written_again(letters, cache_warnings, file, damage, message):
-    """The first `load` writes the tokens of a dataset into a cache, which later ones read.
+    """The first `load` writes the tokens of a dataset into a cache.
 
-    If one of its files is damaged, it is replaced, with a warning.
+    If a file of the cache is damaged, a later `load` replaces it, with a warning.
     """
     identity = load(letters).identity()
     path = tokens_directory(letters) / file
@@ -195,8 +192,8 @@ def test_a_damaged_cache_is_written_again(letters, cache_warnings, file, damage,
 def config_of(kind: str, form: str, **fields) -> Config:
     """A config of a kind of model, such as 'decoder', on a form of data, such as TEXT.
 
-    `fields` are settings of the model or of the data, as in shift_windows=True. By default rows
-    have the length of the form, and the model has 257 ids.
+    `fields` are settings of the model or of the data, as in shift_windows=True. By default, rows
+    have LENGTHS[form] tokens, and the model has 257 ids.
     """
     model = {'kind': kind, 'context': LENGTHS[form], 'vocab_size': 257}
     data = FORMS[form] | {'data_dir': 'cache'}
@@ -228,7 +225,7 @@ INVALID_PAIRS = [(kind, form) for kind in ROWS for form in FORMS if form not in 
 def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files, kind, form):
     """A decoder on text trains on LanguageRows, for example, and an encoder on MaskedRows.
 
-    Rows are the examples of a task, of fixed length. ROWS has their class for each pair.
+    ROWS has the class for each kind of model and form of data.
     """
     config = config_of(kind, form)
     row_class = ROWS[kind][form]
@@ -238,7 +235,7 @@ def test_the_kind_of_model_and_the_form_of_data_decide_the_rows(files, kind, for
     assert type(rows) is row_class
     assert rows.splits == ('train', 'validation', 'test')
 
-    # `array_shapes` states length and dtype of one row of each array.
+    # `array_shapes` has (length, dtype) of one row of each array.
     batch = read_rows(rows, 'validation', [0])
     shapes = {}
     for name, array_BT in batch.items():
@@ -293,17 +290,17 @@ def test_text_is_read_by_document_if_attention_does_not_cross_documents(files, t
     rows = rows_of(config)
     assert type(rows) is DocumentRows
 
-    # Segments number the documents of a row, one number for each token of the context.
+    # The segment of a token is the number of its document in the row.
     batch = read_rows(rows, 'train', [0, 1])
     segments_BT = batch['segments_BT']
     context = config.model.context
     assert segments_BT.shape == (2, context)
 
-    # A stated shape is that of one row, without the batch dimension.
+    # `array_shapes` has (length, dtype) of one row of each array.
     stated_shapes = rows.array_shapes(config.model)
     assert stated_shapes['segments_BT'] == (context, segments_BT.dtype)
 
-    # `sequences` is None for rows on which induction is not measured.
+    # Induction is measured on these rows. On other rows, `sequences` returns None.
     assert repeats.sequences(rows) is not None
 
 
@@ -325,5 +322,5 @@ def test_shift_windows_reaches_the_rows(files):
 def test_mask_rate_reaches_the_rows(files):
     rows = rows_of(config_of('encoder', TEXT, mask_rate=0.5))
     batch = read_rows(rows, 'train', [0, 1, 2])
-    # Half of the 40 tokens of each row.
+    # In each of 3 rows, 0.5 * 40 = 20 tokens are masked.
     assert batch['loss_weights_BT'].sum() == 3 * 20

@@ -26,7 +26,7 @@ def kernel_advice(monkeypatch):
     """A list that gets (kind, first byte, number of bytes) at each call of `madvise`.
 
     `madvise` tells the kernel how a program will read a mapped file. The kernel still gets the
-    advice. A number of None means all bytes from the first one.
+    advice. If the number of bytes is None, the advice is for all bytes from the first one.
     """
     advice = []
 
@@ -99,9 +99,9 @@ def test_ids_in_memory_are_not_read_ahead(file, kernel_advice):
 
 
 def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monkeypatch):
-    """A whole split is read in blocks. The kernel gets advice about each before it is read.
+    """A whole split is read in blocks. The kernel gets advice before each block is read.
 
-    The split is two shards, each the same file of 10,000 ids. Blocks have 4,000 ids here.
+    The split has two shards, both with the 10,000 ids of the same file. A block has 4,000 ids.
     """
     monkeypatch.setattr(tokens, 'BLOCK', 4000)
     ids = map_ids(file, 'uint16', 1024)
@@ -112,7 +112,7 @@ def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monke
 
     assert np.concatenate(blocks).tolist() == 2 * list(range(10_000))
 
-    # Each read within a shard ends at one of these ids of the shard.
+    # A block that continues in the next shard takes two reads. Each read ends at one of these ids.
     last_ids = [
         4000,  # block 1, in the first shard
         8000,  # block 2
@@ -121,6 +121,6 @@ def test_a_split_that_is_read_in_blocks_is_read_ahead(file, kernel_advice, monke
         6000,  # block 4
         10_000,  # block 5
     ]
-    # A header of 1,024 bytes is before the ids, which have two bytes each.
+    # The header of a file has 1,024 bytes, and each id has two bytes.
     ends = [start + length for _, start, length in kernel_advice]
     assert ends == [1024 + 2 * last_id for last_id in last_ids]

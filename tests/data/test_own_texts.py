@@ -86,13 +86,13 @@ def test_records_without_text_are_left_out(tmp_path, name):
 
 def test_data_feature_names_the_field(tmp_path):
     """Each record of a file is a document. The setting data.feature names the field of its text."""
-    # 40 records with the fields 'id', which is the number 1, and 'content', a text.
+    # Each of 40 records has the fields 'id', the number 1, and 'content', a text.
     content = json_lines(TEXTS, field='content')
 
     corpus = corpus_of_file(tmp_path, 'a.jsonl', content, feature='content')
     assert len(all_documents(corpus)) == 40
 
-    # Another field is another text, and so another version. Numbers are refused when read.
+    # Another field gives the corpus another version. Its numbers are refused when they are read.
     corpus_of_numbers = corpus_of_file(tmp_path, 'a.jsonl', content, feature='id')
     assert corpus_of_numbers.version != corpus.version
     with refused("line 1 of .*a.jsonl' has 1 in the field 'id', which is no text; .* id, content"):
@@ -100,7 +100,10 @@ def test_data_feature_names_the_field(tmp_path):
 
 
 def test_names_of_files_of_records_say_their_splits(tmp_path):
-    """Parquet files are named after splits, as on the Hugging Face Hub, and read in this order."""
+    """The name of a Parquet file begins with its split, as on the Hugging Face Hub.
+
+    The files of a split are read in the order of their names.
+    """
     files = {
         'data/train-00001-of-00002.parquet': parquet_file(['c']),
         'data/train-00000-of-00002.parquet': parquet_file(['a', 'b']),
@@ -253,7 +256,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, name, monkeypatch):
 def test_records_are_read_one_at_a_time(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_bytes(json_lines(TEXTS) + b'damaged\n')
-    # The first comes before the damaged line is read.
+    # The first text is returned before the damaged line is read.
     assert next(records.texts(path, 'text')) == TEXTS[0].encode()
 
 
@@ -268,7 +271,7 @@ def corpus_of_one_document(text):
     )
 
 
-# Two acts; the first has two scenes.
+# A play of two acts. The first act has two scenes.
 FIRST_SCENE = b'\n\nACT I\nto be\n\n  \n'
 SECOND_SCENE = b'or not\nto be\n\n'
 SECOND_ACT = b'ACT II\nthat is\r\n\r\n'
@@ -300,7 +303,8 @@ def test_the_rule_that_cuts_a_text_changes_its_version(rule):
 
 
 def test_blocks_end_at_line_ends():
-    # The lengths of the lines of each block. With line ends, the first block has 1,000 bytes.
+    # The lengths of the lines in each block, without line ends. A block ends with the line that
+    # reaches 1,000 bytes. The first block has 400 + 500 + 97 + 3 * 1 = 1,000 bytes.
     line_lengths = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
     blocks = []
     for lengths in line_lengths:
@@ -331,11 +335,11 @@ def test_a_rule_that_divides_no_text_is_refused(rule, message):
 
 
 def test_paragraphs_of_one_file_are_documents_if_asked(tmp_path):
-    """A text file is cut into 90, 5 and 5 percent. Each part is one document by default.
+    """A text file is cut into 90, 5 and 5 percent. By default, each part is one document.
 
     With documents='blank_line', each paragraph is a document.
     """
-    # 60 times the 40 TEXTS: 2400 paragraphs of two lines, each with a blank line after it.
+    # 60 * 40 = 2400 paragraphs of two lines, each followed by a blank line.
     path = tmp_path / 'book.txt'
     path.write_text(''.join(f'{text}\n' for text in TEXTS * 60))
     data = DataConfig(name='text', path=str(path), data_dir=str(tmp_path / 'cache'))
@@ -343,8 +347,8 @@ def test_paragraphs_of_one_file_are_documents_if_asked(tmp_path):
     one_document = load_text(data)
     assert one_document.info('test').num_documents == 1
 
-    # Each cut moves to the end of its line, the first of a paragraph. So each of the two cuts
-    # makes two documents of this paragraph.
+    # Each cut moves to the end of the first line of a paragraph. So the splits on both sides get
+    # a part of this paragraph as a document. The splits have 0.9, 0.05 and 0.05 of 2400.
     paragraphs = load_text(dataclasses.replace(data, documents='blank_line'))
     assert paragraphs.info('train').num_documents == 2160 + 1
     assert paragraphs.info('validation').num_documents == 120 + 1

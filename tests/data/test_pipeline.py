@@ -20,7 +20,7 @@ from tests.refusals import refused
 
 
 def windows(**sizes):
-    """Rows of 7 tokens; windows(train=100) has 100 tokens, each of which is its position."""
+    """Rows of 7 tokens. The train split of windows(train=100) has the tokens 0 to 99."""
     return LanguageRows(numbers(**sizes), length=7)
 
 
@@ -31,22 +31,19 @@ def visited_windows(rows, seed, num_steps):
 
 
 def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
-    """Training visits all windows of a text in random order, then all in another order.
-
-    Each pass is an epoch. Every epoch of every seed has another order.
-    """
+    """Each epoch of each seed visits all windows once, in its own random order."""
     # A window has 7 tokens, and the last target needs one more token.
     num_windows = 59
     rows = windows(train=7 * num_windows + 1)
     assert rows.count('train') == num_windows
 
-    # 59 batches of 6 windows are 6 epochs. A batch may have windows of two epochs.
+    # 59 batches of 6 windows are 6 epochs of 59 windows.
     orders = []
     for seed in (0, 1):
         visited = visited_windows(rows, seed, num_steps=59)
         orders.extend(visited.reshape(6, num_windows))
 
-    # A window is told by its first token, which is its position.
+    # The first token of a window is the position of the window.
     first_tokens = list(range(0, 7 * num_windows, 7))
     for order in orders:
         assert sorted(order.tolist()) == first_tokens
@@ -61,14 +58,14 @@ def test_the_order_of_training_does_not_change():
 
 
 def test_hosts_together_read_the_global_batches():
-    """Several hosts train one model. Each reads its part of the rows of every batch.
+    """Each of several hosts reads a part of the rows of every batch.
 
-    The parts of all hosts, in order, are the batch that one host would read.
+    The parts in order are the batch that a single host would read.
     """
     rows = windows(train=500, validation=74)
 
     def read(part):
-        """A training batch and the batches of an evaluation, of which `part` selects rows."""
+        """Reads the rows `part` of a training batch and of the batches of an evaluation."""
         train_batch = pipeline.train_batch(rows, seed=2, step=9, batch_size=6, part=part)
         eval_batches = pipeline.eval_batches(rows, 'validation', batch_size=6, part=part)
         return [train_batch, *eval_batches]
@@ -89,14 +86,14 @@ def test_hosts_together_read_the_global_batches():
 
 @pytest.fixture
 def rows_of_draws():
-    """Rows whose batches hold their random seeds, `draws_B2`, and nothing else."""
+    """Rows whose batches hold only `draws_B2`, the random seeds of the rows."""
     rows = windows(train=500, validation=74)
     rows.read = lambda split, rows_B, draws_B2: {'draws_B2': draws_B2}
     return rows
 
 
 def test_a_training_row_is_drawn_by_the_seed_and_its_place(rows_of_draws):
-    # Batch 2 has the places 8 to 11 of the training sequence; the part leaves out the first.
+    # Batch 2 has the places 8 to 11 of the training sequence. The part leaves out place 8.
     batch = pipeline.train_batch(rows_of_draws, seed=7, step=2, batch_size=4, part=slice(1, 4))
     assert batch['draws_B2'].tolist() == [[7, 9], [7, 10], [7, 11]]
 
@@ -111,15 +108,15 @@ def test_an_evaluation_row_is_drawn_by_its_number(rows_of_draws):
 
 
 def test_batches_of_training_are_those_of_their_steps():
-    """`train_batches` reads ahead for several trials, each with a seed, and several steps at once.
+    """`train_batches` reads several seeds and steps at once.
 
-    Its batches are those that `train_batch` reads for one seed and one step.
+    For each seed and step, it reads the same batch as `train_batch`.
     """
     rows = windows(train=500)
     seeds = (4, 0, 4)
     start_step = 11
     num_steps = 8
-    # 3 of the 6 rows of each batch are read.
+    # Of the 6 rows of each batch, rows 2 to 4 are read.
     batch_fields = {'batch_size': 6, 'part': slice(2, 5)}
 
     batches = pipeline.train_batches(
@@ -132,7 +129,7 @@ def test_batches_of_training_are_those_of_their_steps():
     )
     reads = [batch['tokens_BT'] for batch in batches]
 
-    # The axes are steps, seeds, rows and tokens. The last read has the two steps that are left.
+    # The axes are steps, seeds, rows and tokens. The 8 steps are read as 3 + 3 + 2.
     assert [read.shape for read in reads] == [(3, 3, 3, 7), (3, 3, 3, 7), (2, 3, 3, 7)]
 
     tokens_SXBT = np.concatenate(reads)
@@ -164,9 +161,9 @@ def test_one_thread_reads_ahead():
     rows.read = read_and_record
     batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
     with contextlib.closing(batches):
-        reading_threads.clear()  # of the reads that check the settings
+        reading_threads.clear()  # the settings were checked by reading
 
-        # After the first batch was taken, the second is read without waiting for `next`.
+        # After `next` returns the first batch, the thread reads the second one by itself.
         next(batches)
         num_reads = 2 * 2  # two steps of two different seeds
         deadline = time.monotonic() + 10
@@ -184,9 +181,9 @@ def test_one_thread_reads_ahead():
 
 
 def test_an_evaluation_predicts_every_token_once():
-    """An evaluation reads all windows of a split in order, and fills its last batch with padding.
+    """An evaluation reads all windows of a split in order. Zeros pad its last batch.
 
-    Padding is all zeros, also in the weights of the loss, so that it does not count.
+    Padding has the loss weight 0, so it does not count.
     """
     # 10 windows of 7 tokens. A token is its position: 0, 1, 2, ...
     rows = windows(validation=74)
@@ -283,7 +280,7 @@ def test_rows_without_documents_are_dealt_out_to_clusters():
     names, cluster_R = pipeline.clusters(probe, 'test', max_rows=200)
 
     assert names == [str(cluster) for cluster in range(128)]
-    # The last 200 - 128 rows go to the first clusters again.
+    # There are 128 clusters. The other 200 - 128 = 72 rows go to the first 72 clusters.
     assert cluster_R.tolist() == [*range(128), *range(72)]
 
 

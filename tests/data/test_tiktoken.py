@@ -31,12 +31,13 @@ def ranks():
 def tiktoken(monkeypatch, tmp_path):
     """The library tiktoken, with four small encodings in place of its own.
 
-    All have the ids 0 to 261 for the bytes and MERGES, if nothing else is said.
+    The ids 0 to 255 are the bytes, and 256 to 261 are MERGES.
 
-    - 'small': special tokens are 264, '<|pad|>', and 265, '<|endoftext|>'. 262 and 263 are unused.
-    - 'no_end': there is no special token.
-    - 'large': the end of a text has an id that is too large.
-    - 'remote': the ids would be downloaded.
+    - 'small' has the special tokens '<|pad|>', 264, and '<|endoftext|>', 265. It does not use 262
+      and 263.
+    - 'no_end' has no special token.
+    - 'large' has an end of text whose id is too large.
+    - 'remote' has no ids until its file is downloaded.
     """
     library = pytest.importorskip('tiktoken', reason="pip install -e '.[tiktoken]'")
     registry = importlib.import_module('tiktoken.registry')
@@ -97,6 +98,7 @@ def test_special_tokens_have_no_bytes_but_the_separator(tiktoken):
     tokenizer = TiktokenTokenizer.open('tiktoken:small')
     pad = 264
     ids = [*tokenizer.encode('a'), tokenizer.separator, pad, *tokenizer.encode('the')]
+    # The bytes of 'a', the separator, the pad and 'the'.
     assert tokenizer.num_bytes(ids) == 1 + 1 + 0 + 3
     assert tokenizer.decode(ids) == 'a\0<|pad|>the'
 
@@ -125,18 +127,18 @@ def test_an_encoding_without_an_end_of_text_gets_one_more_id(tiktoken):
 
 
 def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
-    """The name of a tokenizer has a hash of everything that decides the ids of a text.
+    """The name of a tokenizer contains a hash of everything that decides the ids of a text.
 
-    That is a pattern that cuts texts into words, the ids of tokens, and the special tokens.
+    The pattern that cuts texts into words, the ids of tokens and the special tokens decide them.
     """
 
     def name(**changes):
-        """The name for an encoding 'a', of which `changes` replace some of the settings."""
+        """The name of the tokenizer for an encoding 'a' whose settings have these changes."""
         settings = {'pat_str': PATTERN, 'mergeable_ranks': ranks(), 'special_tokens': {}}
         encoding = tiktoken.Encoding('a', **(settings | changes))
         return TiktokenTokenizer(encoding).name
 
-    # Two tokens have changed their ids.
+    # Two tokens have exchanged their ids.
     other_ranks = ranks()
     other_ranks |= {b'th': ranks()[b'ing'], b'ing': ranks()[b'th']}
 
@@ -150,14 +152,14 @@ def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
     for tokenizer_name in names:
         assert tokenizer_name.startswith('tiktoken-a-')
 
-    # The same settings have the same name.
+    # The same settings give the same name.
     assert name() == names[0]
 
 
 def test_files_that_are_not_in_the_cache_are_not_downloaded(tiktoken, tmp_path, monkeypatch):
-    """An encoding whose file tiktoken would download is refused. The message says how to get it.
+    """An encoding whose file is not in the cache is refused. The message says how to fetch it.
 
-    While an encoding is opened, the function of tiktoken that reads files is replaced.
+    While an encoding is opened, tiktoken's `read_file` is replaced by another function.
     """
     # Without the library `requests`, a download would fail with another error.
     monkeypatch.setitem(sys.modules, 'requests', None)
@@ -170,7 +172,7 @@ def test_files_that_are_not_in_the_cache_are_not_downloaded(tiktoken, tmp_path, 
         TiktokenTokenizer.open('tiktoken:remote')
 
     assert not (tmp_path / 'cache').exists()
-    # The function of the library is in its place again.
+    # Afterwards, tiktoken has its own function again.
     assert tiktoken.load.read_file is read_file
 
 
@@ -193,7 +195,7 @@ def test_the_name_of_an_encoding_is_no_import_path():
 
 
 def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
-    """Tokens that `prepare` writes to a directory are those of the text, read with the encoding."""
+    """`prepare` writes the same tokens as reading the text with the encoding gives."""
     data = DataConfig(
         name='text',
         path=str(write_texts(tmp_path / 'texts')),
@@ -210,7 +212,7 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
     assert opened.tokenizer.name == dataset.tokenizer.name
     assert opened.split('test').tolist() == dataset.split('test').tolist()
 
-    # The library has the vocabulary, so that no file has.
+    # The library has the vocabulary, so none is written.
     assert not (directory / 'tokenizer.json').exists()
 
 
@@ -234,7 +236,7 @@ def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
 
     The encoding 'small' has the ids 0 to 265, and 265 ends a text.
     """
-    # The ids of 'the' and 'ing', three bytes each, and the separator, which counts as one.
+    # 'the' and 'ing' have three bytes each. The separator, 265, counts as one byte.
     ids = np.array([257, 260, 265] * 30, np.uint16)
     directory = tmp_path / 'own'
     write_nanogpt(directory / 'train.bin', ids)
@@ -249,7 +251,7 @@ def test_tokens_of_other_tools_are_checked_against_its_ids(tiktoken, tmp_path):
     rows = rows_of(Config(model=ModelConfig(context=8, vocab_size=266), data=data))
     assert rows.bytes_per_token('validation') == (3 + 3 + 1) / 3
 
-    # An id beyond the vocabulary, after the other 90.
+    # After 3 * 30 = 90 valid ids comes 266, which is beyond the vocabulary.
     write_nanogpt(directory / 'val.bin', np.append(ids, 266).astype(np.uint16))
     with refused("holds id 266 at token 90, but data.tokenizer='tiktoken-small-.* 0 to 265"):
         load_text(data)

@@ -117,17 +117,17 @@ def test_bytes_are_not_trained(tmp_path):
 def test_a_tokenizer_is_trained_once_unless_it_is_damaged(
     tmp_path, cache_warnings, kind, folder, train
 ):
-    """A learned tokenizer is kept in a file. A damaged file is replaced, with a warning.
+    """A trained tokenizer is stored in a file. A damaged file is replaced, with a warning.
 
-    `open_phrases` opens the tokenizer and may train it, on PHRASES. `open_trained` may not.
+    `open_phrases` may train the tokenizer on PHRASES. `open_trained` fails if it would train.
     """
-    # The name has a hash of the vocabulary.
+    # The name contains a hash of the vocabulary.
     name = train().name
     assert open_phrases(tmp_path, kind).name == name
     assert open_trained(tmp_path, kind).name == name
     assert not cache_warnings
 
-    # The end of the file is cut.
+    # Cut the end of the file.
     path = tmp_path / 'tokenizers/corpus/1.0.0' / folder / 'tokenizer.json'
     content = path.read_bytes()
     path.write_bytes(content[:-9])
@@ -172,7 +172,7 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope='module')
 def tokenizer():
-    """A vocabulary of 1,000 ids, learned from CODE."""
+    """A vocabulary of 1,000 ids, learned from 15 modules of CODE."""
     return BPETokenizer.train(CODE[:15], 1000)
 
 
@@ -197,14 +197,14 @@ def random_texts(tokenizer):
     common_characters = characters[:0x3000]
     kinds_of_parts = [subwords, ODD_TEXTS, spaces, common_characters, characters]
 
-    # Every kind is equally probable, and then every part of the kind.
+    # Each part is drawn in two steps: first its kind, and then one of this kind.
     rng = random.Random(0)
     kinds_of_texts = [rng.choices(kinds_of_parts, k=rng.randrange(30)) for _ in range(500)]
     return [''.join(rng.choice(parts) for parts in kinds) for kinds in kinds_of_texts]
 
 
 def test_every_text_comes_back_byte_for_byte(tokenizer, oddly_trained):
-    """Decoding the ids of a text gives the text, whatever the vocabulary was learned from.
+    """Decoding the ids of any text gives the same text.
 
     One vocabulary was learned from source code, the other mostly from odd texts.
     """
@@ -215,7 +215,7 @@ def test_every_text_comes_back_byte_for_byte(tokenizer, oddly_trained):
             assert trained.decode(ids) == text
             assert trained.num_bytes(ids) == len(text.encode())
 
-            # No id is the separator, 0. `initial` stands for the ids of an empty text.
+            # No id is the separator, 0. An empty text has no ids, so `min` returns `initial`.
             assert trained.separator == 0
             assert ids.min(initial=1) > 0
             assert ids.max(initial=0) < trained.vocab_size
@@ -280,7 +280,7 @@ def test_an_impossible_size_of_a_vocabulary_is_refused(size, texts):
 
 
 def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path):
-    """A vocabulary that this package learned is a valid vocabulary file, tokenizer.json."""
+    """`model()` of a learned vocabulary returns the content of a valid tokenizer.json."""
     path = tmp_path / 'a.json'
     text = 'the fox saw\nthe gräpes'
     learned = BPETokenizer.train([text.encode()], 270)
@@ -288,7 +288,7 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
 
     tokenizer = FileTokenizer.open(str(path))
 
-    # Both names have the hash of the file. '-end0' says that id 0 ends a text.
+    # Both names contain the hash of the file. '-end0' says that id 0 ends a text.
     hash_of_file = learned.name[-12:]
     assert tokenizer.name == f'file-{hash_of_file}-end0'
     assert tokenizer.vocab_size == 270
@@ -300,9 +300,9 @@ def test_a_learned_vocabulary_that_is_read_from_a_file_has_the_same_ids(tmp_path
 
 
 def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
-    """A vocabulary file may ask for changes of texts, but a text is only encoded.
+    """Settings of a vocabulary file that add marks, cut texts or pad texts have no effect.
 
-    This file asks for the mark [CLS] before a text, and to cut texts to 3 tokens and pad them to 9.
+    This file sets the mark [CLS] before each text, at most 3 tokens, and padding to 9 tokens.
     """
     vocabulary = {'[UNK]': 0, '[CLS]': 1, 'the': 2, 'fox': 3, 'saw': 7}
     library = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token='[UNK]'))
@@ -321,7 +321,7 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
     assert ids[-2:].tolist() == [2, 0]  # 'the', and 'grapes', which is unknown
     assert 1 not in ids  # '[CLS]' in a text is unknown as well
 
-    # The vocabulary has no end of a text, so the id after the largest one, 7, separates texts.
+    # Without an end of text, the separator is the id after the largest one, 7.
     assert tokenizer.separator == 8
     assert ids.dtype == np.uint8
 
@@ -343,7 +343,7 @@ def test_a_missing_vocabulary_is_refused(tmp_path):
 
 
 def word_library(special, *, added=()):
-    """A vocabulary of the words [UNK] and fox, with these special and other added tokens."""
+    """A vocabulary of the words [UNK] and fox, with special tokens and other added tokens."""
     library = tokenizers.Tokenizer(models.WordLevel({'[UNK]': 0, 'fox': 1}, unk_token='[UNK]'))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.add_special_tokens(special)
@@ -352,7 +352,7 @@ def word_library(special, *, added=()):
 
 
 def unigram_library(special):
-    """A unigram model of three tokens, which reads '</s>' from text, special or not."""
+    """A unigram model of three tokens. It reads '</s>' from text, even if it is special."""
     scores = [('<unk>', 0.0), ('</s>', -1.0), ('a', -1.0)]
     library = tokenizers.Tokenizer(models.Unigram(scores, 0))
     library.add_special_tokens(special)
