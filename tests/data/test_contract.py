@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures('outside')
 
 
 def pytest_generate_tests(metafunc):
-    """Runs each test on these datasets, tokenizers or tasks, or on those of the command line."""
+    """Runs each test on these objects, unless the command line names others."""
     # These two kinds need a file or a download.
     kinds = [kind for kind in KINDS if kind not in ('PATH.json', 'tiktoken:NAME')]
     chosen(metafunc, 'dataset', ['fables:fables', 'fables:fables(count=30)'])
@@ -211,8 +211,8 @@ class TwoTrainedTrials:
     def sums(self, read):
         """Sums over the targets of each row, arrays [rows, trials].
 
-        Each target has loss 5 and accuracy 0 in the first trial, and loss 0 and accuracy 1 in the
-        second. `read` returns the batches of rows.
+        In the first trial, each target has loss 5 and accuracy 0. In the second trial, it has loss
+        0 and accuracy 1. `read` returns the batches of rows.
         """
         batches = read(batch_size=8, part=None)
         weights_RT = np.concatenate([batch['loss_weights_BT'] for batch in batches])

@@ -377,7 +377,7 @@ def test_a_split_is_a_file_or_a_folder(tmp_path):
 
     assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'a\n', b'b\n', b'd\n']}
 
-    # A split in one file names its document 'train'. In a folder, each document has its path.
+    # If a split is one file, its document has the name of the split. Otherwise, names are paths.
     assert corpus.names('train') == ['train']
     assert corpus.names('validation') == [
         'validation/a.txt',
@@ -606,7 +606,7 @@ def fetch_lines(data_dir, **settings):
     ],
 )
 def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, refusal):
-    """A file is refused if it cannot be read, or if its sha256 is not the hash of TEXT.
+    """A file is refused if it cannot be read or its sha256 is not the hash of TEXT.
 
     `answers` has the status and the content of each URL. Without any answer, there is no network.
     """
@@ -982,7 +982,7 @@ def test_pairs_of_hugging_face_without_a_side_are_left_out(tmp_path, monkeypatch
 
 @pytest.fixture
 def nothing_loads(monkeypatch):
-    """Makes a test fail where Hugging Face's library would load a set."""
+    """Makes a test fail if Hugging Face's library would load a set."""
     library = pytest.importorskip('datasets')
     monkeypatch.setattr(library, 'load_dataset', lambda *names: pytest.fail(f'{names} is loaded'))
 

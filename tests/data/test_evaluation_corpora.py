@@ -19,7 +19,7 @@ from tests.refusals import refused
 
 @pytest.fixture
 def texts(tmp_path):
-    """A directory of texts; see `write_texts`."""
+    """The directory of texts that `write_texts` writes."""
     return write_texts(tmp_path / 'texts')
 
 
@@ -27,9 +27,9 @@ def texts(tmp_path):
 def config_of(tmp_path, monkeypatch):
     """A function config_of(*evaluate, model=None, **data), which returns the config of a run.
 
-    The run is trained on `data` and evaluated on the corpora `evaluate`, such as 'stdlib@test'.
-    `model` and `data` are settings. By default, the run trains a decoder on 'lines', a corpus of
-    200 numbered lines, in rows of 16 tokens.
+    The run is evaluated on the corpora `evaluate`, such as 'stdlib@test'. `model` and `data` are
+    other settings. By default, the run trains a decoder on 'lines', a corpus of 200 numbered lines.
+    A row has 16 tokens.
     """
     lines = [f'line {number} of the corpus\n'.encode() for number in range(200)]
     split_texts = {'train': lines[:120], 'validation': lines[120:160], 'test': lines[160:]}
@@ -249,7 +249,7 @@ def config_of_ids(config_of, tmp_path):
 
 @pytest.fixture
 def tokens_with_id_305(tmp_path):
-    """Tokens without a vocabulary. The last validation id is 305, and all others are below 301."""
+    """A directory of tokens without a vocabulary. The last id is 305, all others are below 301."""
     directory = tmp_path / 'other'
     validation_ids = np.append(ids_of_documents(seed=3, num_documents=30), 305)
     write_nanogpt(directory / 'train.bin', ids_of_documents(seed=2))

@@ -100,7 +100,7 @@ def test_data_feature_names_the_field(tmp_path):
 
 
 def test_names_of_files_of_records_say_their_splits(tmp_path):
-    """The name of a Parquet file begins with its split, as on the Hugging Face Hub.
+    """The names of Parquet files contain their splits, as on the Hugging Face Hub.
 
     The files of a split are read in the order of their names.
     """

@@ -105,7 +105,7 @@ def encoded_lengths(monkeypatch):
 
 
 def check_pieces(library, text):
-    """Checks that a text in pieces has the ids of the text as a whole."""
+    """Checks that encoding a text in pieces gives the same ids as encoding it at once."""
     ids = pieces.encode(library, text)
     assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
 

@@ -52,7 +52,7 @@ def test_every_epoch_visits_every_window_once_in_an_order_of_its_own():
 
 
 def test_the_order_of_training_does_not_change():
-    # Written down, so that a library that shuffles differently does not go unnoticed.
+    # This test fails if a library begins to shuffle differently.
     visited = visited_windows(windows(train=421), seed=5, num_steps=2)
     assert visited.tolist() == [84, 364, 175, 357, 413, 399, 189, 147, 336, 154, 231, 210]
 
@@ -161,7 +161,7 @@ def test_one_thread_reads_ahead():
     rows.read = read_and_record
     batches = pipeline.train_batches(rows, seeds=(3, 1, 3), num_steps=2, batch_size=2)
     with contextlib.closing(batches):
-        reading_threads.clear()  # the settings were checked by reading
+        reading_threads.clear()  # forget the reads that checked the settings
 
         # After `next` returns the first batch, the thread reads the second one by itself.
         next(batches)
@@ -181,9 +181,9 @@ def test_one_thread_reads_ahead():
 
 
 def test_an_evaluation_predicts_every_token_once():
-    """An evaluation reads all windows of a split in order. Zeros pad its last batch.
+    """An evaluation reads all windows of a split in order.
 
-    Padding has the loss weight 0, so it does not count.
+    Rows of zeros fill the last batch. Their loss weight is 0, so they do not count.
     """
     # 10 windows of 7 tokens. A token is its position: 0, 1, 2, ...
     rows = windows(validation=74)

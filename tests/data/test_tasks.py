@@ -163,7 +163,7 @@ def test_every_position_of_a_row_is_masked_equally_often(masked_batch):
 
 
 def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_rows, masked_batch):
-    """The input at a target is the mask token, a random token or the target itself, as in BERT.
+    """At a target, the input is the mask, a random token or the target itself, as in BERT.
 
     The batch has 3,000 rows with 4 targets each.
     """
@@ -351,7 +351,7 @@ def test_reversal_asks_for_the_first_half_backwards():
 
 
 def test_recall_asks_for_the_value_of_each_key():
-    """A row of 'recall' has four pairs of a key and a value, and then the same pairs again.
+    """A row of 'recall' has four pairs of a key and a value. The same pairs follow again.
 
     At each key of the second half, the probe asks for the value of the key.
     """
@@ -466,7 +466,7 @@ def test_evaluation_rows_of_a_probe_follow_their_numbers(name, split):
 
 
 def test_rows_of_a_seed_do_not_change():
-    # Written down, so that a library that draws differently does not go unnoticed.
+    # This test fails if a library begins to draw differently.
     batch = read_rows(probe_rows(COPY), 'train', [0], seed=5)
     assert batch['tokens_BT'].tolist() == [[5, 4, 1, 3, 1, 7, 5, 4, 1, 3]]
 
@@ -534,7 +534,7 @@ def test_repeated_sequences_are_shuffled_tokens_of_64_rows():
 
 
 def test_repeated_sequences_do_not_change():
-    # Written down, so that a library that shuffles differently does not go unnoticed.
+    # This test fails if a library begins to shuffle differently.
     r_BH = repeats.sequences(rows_of_numbers(16))
     digest = hashlib.sha256(r_BH.astype('<i4').tobytes()).hexdigest()
     assert digest[:16] == '31739a6c26ddd7b2'
@@ -706,7 +706,7 @@ def test_counts_of_translation_rows_are_those_of_the_targets():
 def test_the_packing_is_a_fixed_shuffle():
     packed_pairs = unpack_pairs(read_split(TRANSLATION_ROWS, 'validation'))
     in_file_order = [[*source, SEPARATOR] for source in SOURCES['validation']]
-    # Written down, so that a library that draws differently does not go unnoticed.
+    # This test fails if a library begins to draw differently.
     numbers_of_first_pairs = [in_file_order.index(pair.source) for pair in packed_pairs[:8]]
     assert numbers_of_first_pairs == [0, 43, 38, 9, 21, 33, 4, 2]
 

@@ -129,7 +129,7 @@ def test_an_encoding_without_an_end_of_text_gets_one_more_id(tiktoken):
 def test_names_tell_vocabularies_and_patterns_apart(tiktoken):
     """The name of a tokenizer contains a hash of everything that decides the ids of a text.
 
-    The pattern that cuts texts into words, the ids of tokens and the special tokens decide them.
+    The hash covers the pattern of words, the ids of tokens and the special tokens.
     """
 
     def name(**changes):
@@ -195,7 +195,7 @@ def test_the_name_of_an_encoding_is_no_import_path():
 
 
 def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
-    """`prepare` writes the same tokens as reading the text with the encoding gives."""
+    """`prepare` writes the same tokens that `load_text` makes of the text."""
     data = DataConfig(
         name='text',
         path=str(write_texts(tmp_path / 'texts')),

@@ -98,7 +98,7 @@ def config_of_tokens(path, **fields):
 
 @pytest.fixture(scope='module')
 def text_config(tmp_path_factory):
-    """Settings of a folder of texts, of which 60 are train."""
+    """Settings of a folder of texts, with 60 documents in train."""
     root = tmp_path_factory.mktemp('text')
     path = str(write_texts(root / 'files'))
     return DataConfig(name='text', path=path, data_dir=str(root / 'cache'))
@@ -452,7 +452,7 @@ def test_a_test_split_is_not_carved_from_prepared_tokens(text_config, tmp_path):
         load_text(config_of_tokens(tmp_path / 'tokens', carve_test=True))
 
 
-# A tokenizer in a module that leaves a file `imported` where it is imported.
+# A module with a tokenizer. Importing the module writes the file `imported`.
 EVIL = """
 import pathlib
 pathlib.Path('imported').touch()
@@ -573,8 +573,8 @@ def test_a_vocabulary_file_with_a_huge_id_is_refused(text_config, tmp_path):
 def write_vocabulary(path):
     """Writes a vocabulary file of words, in the format of the Hugging Face library `tokenizers`.
 
-    Id 0 is for unknown words, 1 to 399 for 'word1' to 'word399', and 400 for the end of a text.
-    Returns the path.
+    Id 0 is for unknown words. Ids 1 to 399 are 'word1' to 'word399', and 400 ends a text. Returns
+    the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     vocabulary = {'[UNK]': 0}
@@ -602,7 +602,7 @@ def as_earlier_versions(monkeypatch):
 def test_tokens_with_an_added_separator_keep_it(
     text_config, tmp_path, monkeypatch, separator, end_of_name
 ):
-    """Tokens are read with the same separator of documents with which they were written.
+    """Tokens are read with the same separator with which they were written.
 
     The vocabulary has the ids 0 to 400. Its end of text, 400, is the separator. Earlier versions of
     the program added the id 401 as separator.

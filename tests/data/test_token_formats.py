@@ -1,4 +1,4 @@
-"""Tokens of nanoGPT, llm.c and Megatron-LM, read where they are, and what is refused of them."""
+"""Token files of nanoGPT, llm.c and Megatron-LM: how they are read, and which are refused."""
 
 import struct
 

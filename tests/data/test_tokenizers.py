@@ -88,12 +88,12 @@ PHRASES = [b'peter piper picked a peck\n' * 3, b'of pickled peppers']
 
 
 def open_phrases(directory, kind, size=270):
-    """Opens a tokenizer of the corpus PHRASES, which is trained the first time."""
+    """Opens a tokenizer of the corpus PHRASES. The first call trains it."""
     return open_tokenizer(directory, 'corpus/1.0.0', kind, size, lambda: PHRASES)
 
 
 def open_trained(directory, kind, size=270):
-    """Opens a tokenizer; the test fails if it is trained."""
+    """Opens a tokenizer. The test fails if this trains the tokenizer."""
 
     def no_texts():
         pytest.fail('the texts are read')
@@ -186,8 +186,7 @@ def oddly_trained():
 def random_texts(tokenizer):
     """500 random texts, each joined from up to 29 parts.
 
-    A part is a sub-word of the tokenizer, one of ODD_TEXTS, a space, a common character or any
-    character of Unicode.
+    A part is a sub-word, one of ODD_TEXTS, a space, a common character or any character.
     """
     # Ids up to 256 are the separator and single bytes.
     subwords = [tokenizer.decode([i]) for i in range(257, tokenizer.vocab_size)]
@@ -249,7 +248,7 @@ def test_a_vocabulary_that_is_learned_again_is_the_same(tokenizer):
 
 def test_vocabularies_do_not_change_under_one_version_of_the_library():
     if tokenizers.__version__ == '0.23.3':
-        # Written down, so that neither process nor threads change it unnoticed.
+        # The name contains a hash of the vocabulary. It must not depend on process or threads.
         odd_texts = [text.encode() for text in ODD_TEXTS * 9]
         assert BPETokenizer.train(odd_texts, 340).name == 'byte-bpe340-e53bcff4d710'
 
@@ -319,7 +318,7 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
 
     assert ids[:3].tolist() == [2, 3, 7]  # 'the fox saw'
     assert ids[-2:].tolist() == [2, 0]  # 'the', and 'grapes', which is unknown
-    assert 1 not in ids  # '[CLS]' in a text is unknown as well
+    assert 1 not in ids  # '[CLS]' in a text is unknown, too
 
     # Without an end of text, the separator is the id after the largest one, 7.
     assert tokenizer.separator == 8
