@@ -248,7 +248,7 @@ def test_a_task_measures_declared_metrics_of_every_trial(task, data):
 
 
 def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
-    """A yardstick is the loss of a simple model made of counts, which a trained model must beat."""
+    """A yardstick is the loss of a simple model of counts. Trained models should have less."""
     config, rows = config_and_rows(task, data)
 
     yardsticks = rows.yardsticks(config)

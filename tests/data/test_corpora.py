@@ -150,7 +150,7 @@ def test_equal_documents_of_different_names_are_in_one_split():
 
     splits = carved_documents(corpus_of(two_of_each, names=names))
 
-    # TEXTS has 200 documents, and test gets a tenth of the 400.
+    # Test gets a tenth of 2 * 200 documents.
     assert len(splits['test']) == 40
     assert not set(splits['train']) & set(splits['test'])
 

@@ -163,7 +163,7 @@ def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
 
     check_pieces(library, text)
 
-    # One piece has the whole word, and no piece the whole text.
+    # One piece has the whole word, but no piece has the whole text.
     assert max(encoded_lengths) > len(word)
     assert max(encoded_lengths) < len(text)
 

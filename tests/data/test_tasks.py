@@ -78,7 +78,7 @@ def shifted_rows():
 
 
 def offset_of_epoch(rows, seed, epoch):
-    """The position of the first training window."""
+    """The position of the first training window of an epoch."""
     first_place = NUM_WINDOWS * epoch
     batch = read_rows(rows, 'train', range(NUM_WINDOWS), seed, first_place)
     return int(batch['tokens_BT'][0, 0])
@@ -277,7 +277,7 @@ def read_probe_rows(name: str) -> list[ProbeRow]:
     for tokens_T, targets_T, weights_T in zip(
         batch['tokens_BT'], batch['targets_BT'], batch['loss_weights_BT'], strict=True
     ):
-        # The positions with a loss are those that the probe asks for.
+        # The probe asks for the targets at positions with a loss weight.
         asked = np.flatnonzero(weights_T)
         rows.append(ProbeRow(tokens_T.tolist(), asked.tolist(), targets_T[asked].tolist()))
     return rows
@@ -351,7 +351,7 @@ def test_reversal_asks_for_the_first_half_backwards():
 
 
 def test_recall_asks_for_the_value_of_each_key():
-    """A row of 'recall' has four pairs of a key and a value. The same pairs follow again.
+    """A row of 'recall' has four pairs of a key and a value. The same pairs follow, shuffled.
 
     At each key of the second half, the probe asks for the value of the key.
     """

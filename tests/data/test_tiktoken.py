@@ -217,7 +217,7 @@ def test_text_is_prepared_and_read_in_its_ids(tiktoken, tmp_path):
 
 
 def test_a_flag_names_an_encoding_or_tokens_of_it(tiktoken, tmp_path):
-    """A flag of the command line names a tokenizer, or a directory of tokens that it made."""
+    """A flag of the command line names a tokenizer, or a directory of tokens."""
     data = DataConfig(
         name='text',
         path=str(write_texts(tmp_path / 'texts')),

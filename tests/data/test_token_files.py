@@ -332,7 +332,7 @@ def test_a_wrong_vocabulary_is_named(text_config, tmp_path):
     prepare(dataclasses.replace(text_config, tokenizer='characters'), str(tmp_path))
     vocabulary_file = tmp_path / 'tokenizer.json'
 
-    # Add the character '!' to the vocabulary.
+    # Add the character '!' to the vocabulary, which changes the hash.
     content = vocabulary_file.read_text()
     vocabulary_file.write_text(content.replace(': "', ': "!'))
 
