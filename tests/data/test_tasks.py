@@ -188,7 +188,7 @@ def test_masked_tokens_are_hidden_replaced_or_kept_in_shares_of_80_10_10(masked_
 
 
 def test_a_separator_is_hidden_but_replaces_no_token():
-    """A masked separator becomes the mask or a random token, which is never a separator."""
+    """A separator may be masked. The random token in place of a masked one is no separator."""
     tokenizer = types.SimpleNamespace(name='letters', vocab_size=4, separator=2)
     only_separators = np.full(6000, 2, np.uint8)
     dataset = token_dataset('letters', tokenizer, {'train': only_separators})

@@ -394,7 +394,7 @@ def test_a_model_trains_on_tokens_without_a_vocabulary(
 
 
 def test_any_id_may_replace_a_masked_token_if_none_is_a_separator(config_of_tokens, directory):
-    """A masked token becomes the mask or a random id, but never a separator.
+    """A random id in place of a masked token is never a separator.
 
     These tokens have no separator, so any id from 0 to 3 may be chosen.
     """
