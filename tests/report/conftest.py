@@ -20,7 +20,7 @@ def findings_of(directory):
 
 
 def losses_around(mean, spread=0.001):
-    """The baseline's losses plus `mean`, and plus or minus `spread` by turns."""
+    """The losses of the baseline plus `mean` + `spread` (even seeds) or `mean` - `spread` (odd)."""
     losses = []
     for seed, loss in enumerate(BASE):
         sign = 1 if seed % 2 == 0 else -1
@@ -29,10 +29,10 @@ def losses_around(mean, spread=0.001):
 
 
 def records_of_every_decision():
-    """Returns trials of the baseline qk/vo, and of an arm for each decision, of eight seeds each.
+    """Returns the trials of the baseline qk/vo and of one arm for each decision.
 
-    `losses_around(x)` are the losses of the baseline plus x. The comments give the decisions at the
-    default margin of equivalence, 0.005.
+    `losses_around(x)` are the baseline's losses of eight seeds plus about x. The comments give the
+    decisions at the default margin of equivalence, 0.005.
     """
     losses_by_variant = {
         'qk/vo': BASE,
@@ -48,18 +48,19 @@ def records_of_every_decision():
 
 
 def records_of_a_scaling_law(multiplier):
-    """Returns trials at four sizes whose losses follow 1.5 + 30 N^-0.3, for N parameters.
+    """Returns trials of the baseline qk/vo and the arm b/vo at four sizes.
 
-    They are of the baseline qk/vo and of the arm b/vo. A parameter of b/vo is worth `multiplier`
-    parameters of the baseline. Losses of the eight seeds differ by up to 2e-4.
+    The loss of a model with N parameters is 1.5 + 30 * N**-0.3, plus or minus up to 1e-4 for each
+    seed. A parameter of b/vo is worth `multiplier` parameters of the baseline.
     """
     worth_of_a_parameter = {'qk/vo': 1.0, 'b/vo': multiplier}
     records = []
     for size, d_model in SIZES.items():
+        # The number of parameters of the baseline is in each of its trials.
         baseline = tuned_arm('qk/vo', size, BASE, d_model=d_model)[0]
         num_parameters = baseline['parameters']['total']
         for variant, worth in worth_of_a_parameter.items():
-            # The law counts in parameters of the baseline.
+            # N is counted in parameters of the baseline.
             loss = 1.5 + 30 * (worth * num_parameters) ** -0.3
             losses = [loss + 1e-4 * math.sin(7 * seed + d_model) for seed in range(8)]
             records += tuned_arm(variant, size, losses, d_model=d_model)
@@ -91,18 +92,18 @@ CONTROLLED_ARMS = [
 def records_of_controlled_arms():
     """Returns the trials of CONTROLLED_ARMS.
 
-    An arm is a variant of attention with the parameter count of the baseline, the target. A control
-    is a variant with the shape of the baseline, or trained for more steps.
+    An arm is a variant of attention with nearly the parameter count of the baseline, the target. A
+    control is a variant with the shape of the baseline, or a variant trained for more steps.
     """
     target = tuned_arm('qk/vo')[0]['target_parameters']
     records = []
     for arm in CONTROLLED_ARMS:
         changes = {}
         if arm.control == 'longer':
-            # Four times as many steps as other arms, of 768 tokens each.
+            # Other arms have 400 steps. A step has 768 tokens.
             changes = {'num_steps': 1600, 'num_tokens': 1600 * 768}
         elif arm.variant == 'shared_qk/vo' and arm.control == 'equal_shape':
-            # The last rate of its grid. A control gets a verdict all the same.
+            # The best rate is the last one of the grid. A control gets a verdict all the same.
             changes = {'optimum': 16e-3}
 
         is_baseline = arm.variant == 'qk/vo' and arm.control is None
@@ -123,14 +124,14 @@ def records_of_controlled_arms():
 def write_controlled_study(directory):
     """Writes a study with controls, and with an arm that was added after a look.
 
-    A look is a reading of the results. The ledger records looks, declared arms, and problems that
-    were accepted. Uncommitted changes of the code are such a problem.
+    A look is a reading of the results. The ledger records looks and declared arms in their order,
+    so the report can mark arms that were added after a look.
 
     Returns:
       `directory`. The arms of the study are CONTROLLED_ARMS.
     """
     records = records_of_controlled_arms()
-    # Controls have the shape of the baseline, or are trained 4 times as long.
+    # Controls have an equal shape, or are trained 4 times as long.
     controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': []}
     ledger_file = directory / ledger.NAME
 
@@ -139,16 +140,16 @@ def write_controlled_study(directory):
     write_tuned(directory, records_at_look, controls=controls)
     ledger.record_look(directory)
 
-    # Then qk/no_v gets results. `write_tuned` begins another ledger, so the old one is put back.
+    # Then qk/no_v gets results. `write_tuned` starts a new ledger, so the old one is restored.
     ledger_after_look = ledger_file.read_text()
     write_tuned(directory, records, controls=controls)
     ledger_file.write_text(ledger_after_look)
 
-    # The ledger notes that qk/no_v was declared after the look.
+    # Declare qk/no_v, which the ledger does not have yet.
     study = json.loads((directory / 'study.json').read_text())
     ledger.declare(directory, study)
 
-    # At last, uncommitted changes are accepted, with a reason.
+    # Uncommitted changes of the code are a problem. The ledger records why it is accepted.
     ledger.accept(directory, ['uncommitted'], 'a comment was edited')
     return directory
 
@@ -168,7 +169,7 @@ class Page(HTMLParser):
     """Collects tags, ids and lines of text, and fails on tags that do not nest."""
 
     def __init__(self, html: str):
-        """Reads a page, by which `tags`, `ids`, `lines` and `text` are set.
+        """Reads a page, and sets `tags`, `ids`, `lines` and `text`.
 
         `feed` calls the handlers below, such as `handle_starttag`, for each part of the page.
         """

@@ -65,25 +65,23 @@ def grids(drawn):
 def drawn(tmp_path_factory):
     """The findings and figures of a study with every decision, drawn once for all tests.
 
-    Arms are the variants of attention that the study trains. The baseline is qk/vo. Beside an arm
-    for each decision, there are arms that diverge or lack results. The margin of equivalence is
-    0.004.
+    An arm is a variant of attention. The baseline is qk/vo. The margin of equivalence is 0.004.
     """
-    # The arms good/vo, bad/vo, same/vo and wide/vo, and one with a long name.
+    # The baseline, an arm for each decision such as good/vo, and an arm with a long name.
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.006))]
     # Loss is drawn against parameters only if the numbers of parameters differ by over 1 %.
     for record in records:
         if record['variant'] == 'bad/vo':
             record['parameters'] = record['parameters'] | {'total': 10**6}
 
-    # far/vo has losses that are higher by 3. Its screening diverged at the last rate.
+    # The losses of far/vo are 3 above the baseline's. Its screening diverged at the last rate.
     last_rate = RATES[-1]
     records += tuned_arm('far/vo', losses=losses_around(3.0), diverged_rates=[last_rate])
-    # A loss of None is a trial that diverged: all 8 seeds of lost/vo, and the first of half/vo.
+    # A loss of None means that the trial diverged. All 8 trials of lost/vo did, and 1 of half/vo.
     records += tuned_arm('lost/vo', losses=[None] * 8)
     losses_of_other_seeds = losses_around(0.0)[1:]
     records += tuned_arm('half/vo', losses=[None, *losses_of_other_seeds])
-    # The study has declared late/vo, but has no results of it.
+    # late/vo is planned, but has no results: (variant, size, stage, tuned setting).
     without_results = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
 
     path = tmp_path_factory.mktemp('drawn') / 'study'
@@ -107,9 +105,9 @@ def test_a_forest_shows_every_declared_arm(drawn):
 
 
 def test_a_line_of_a_forest_shows_the_numbers_of_its_arm(drawn):
-    """A forest plot has a line for each arm: its difference in loss from the baseline.
+    """A forest plot has a line for each arm, with the arm's difference in loss from the baseline.
 
-    A line has the mean difference, its interval, a mark for each seed, and a text.
+    The line shows the mean difference, its interval, a mark for each seed, and a text.
     """
     (ax,) = drawn.figure_by_name['verdicts'].axes
     (good_arm,) = [arm for arm in drawn.findings.arms if arm.variant == 'good/vo']
@@ -123,7 +121,7 @@ def test_a_line_of_a_forest_shows_the_numbers_of_its_arm(drawn):
     texts_of_half = [text for text in texts if text.endswith('undecided  1 diverged')]
     assert texts_of_half != []
 
-    # good/vo has the lowest mean, so it is the first line, with the first interval and marks.
+    # Lines are sorted by mean. good/vo is first, so the first interval and marks are its own.
     intervals = [c for c in ax.collections if c.get_label() == '95 % interval']
     (segment,) = intervals[0].get_segments()
     ends = segment[:, 0]  # the x values
@@ -142,16 +140,15 @@ def test_a_forest_has_a_band_of_the_margin(drawn):
 
 
 def test_an_arm_far_off_is_beyond_the_axis_of_a_forest(drawn):
-    """A forest plot has a line for each arm: its difference in loss from the baseline.
+    """A forest plot has a line for each arm, with the arm's difference in loss from the baseline.
 
-    The difference of far/vo is 3, and those of all other arms are below 0.1. The x axis leaves out
-    an arm that is so far off.
+    far/vo has a difference of 3, and all other arms are below 0.1. The x axis ends before 3.
     """
     (ax,) = drawn.figure_by_name['verdicts'].axes
     right_edge = ax.get_xlim()[1]
     assert right_edge < 0.5
 
-    # The lowest mean is the first line, so far/vo is the last line with a mean.
+    # Lines are sorted by mean, so the last mean is the one of far/vo.
     means = np.concatenate(marks_at(ax, 'mean'))
     means_of_others = means[:-1]
     mean_of_far = means[-1]
@@ -166,8 +163,8 @@ def test_an_arm_far_off_is_beyond_the_axis_of_a_forest(drawn):
 def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
     """A forest plot has a line for each arm, with its mean, interval and seeds.
 
-    Here a line also has a reported range, from a publication. An arrowhead at an end of the x axis
-    stands for numbers beyond this end.
+    Here a line also has a reported range, which a publication gives. Each part of a line that
+    reaches beyond the x axis gets an arrowhead at that end.
     """
 
     def make_line(name, mean, low, high):
@@ -182,8 +179,8 @@ def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
         make_line('far/vo', mean=50.0, low=40.0, high=60.0),
     ]
     styles_of_lines = styles([line.arm for line in lines], None)
-    # The largest numbers of the lines are 0.2, 0.2, 9 and 60, and their median is 4.6.
-    # Numbers above `far` times the median, 6.9, are left out of the x axis.
+    # The largest numbers of the lines are 0.2, 0.2, 9 and 60. Their median is (0.2 + 9) / 2 = 4.6.
+    # The x axis leaves out numbers above far * median = 1.5 * 4.6 = 6.9.
     with style_sheet():
         figure = forest({'': lines}, 'x', styles_of_lines, far=1.5)
 
@@ -191,7 +188,8 @@ def test_marks_beyond_the_edge_of_a_forest_are_arrowheads_at_it():
     left, right = ax.get_xlim()
     arrowheads = [c for c in ax.collections if c.get_label() == 'off the scale']
     positions = [tuple(c.get_offsets()[0]) for c in arrowheads]
-    # Lines have y = 0, 1, 2, 3 from the top. in/vo and near/vo are within the axis.
+    # From the top, the lines are at y = 0, 1, 2 and 3. All of in/vo and near/vo is on the axis.
+    # Each line draws its reported range first, then its mean with the interval, then its seeds.
     assert positions == [
         (left, 2),  # wide/vo: lower end of the interval, -9
         (right, 2),  # wide/vo: upper end, 9
@@ -211,7 +209,7 @@ def lines_of_forest(number):
 def test_texts_of_a_forest_do_not_overlap(num_lines):
     """A forest plot has a line for each arm, with a name and a text.
 
-    Both are above the numbers of the line in a narrow figure.
+    In a narrow figure, the name and the text are written above the mean.
     """
     lines = lines_of_forest(num_lines)
     styles_of_lines = styles([line.arm for line in lines], None)
@@ -242,7 +240,7 @@ def test_a_sweep_shows_how_a_rate_was_chosen(drawn):
     panels = panels_of_sweeps(drawn)
     sweep = sweep_of_baseline(drawn)
 
-    # The first panel is that of the baseline.
+    # The first panel shows the baseline.
     first_variant = list(panels)[0]
     assert first_variant == 'qk/vo'
 
@@ -276,7 +274,7 @@ def test_the_curve_of_a_sweep_is_the_fitted_parabola(drawn):
 
     curve = line(ax, 'parabola')
 
-    # The trials lie on an exact parabola in ln(rate), so the fit meets each mean.
+    # The trials lie on an exact parabola in ln(rate), so the curve passes through each mean.
     ln_rates = np.log(curve.get_xdata())
     loss_at_second_rate = np.interp(np.log(RATES[1]), ln_rates, curve.get_ydata())
     mean_at_second_rate = sweep.means[1]
@@ -301,11 +299,11 @@ def test_a_sweep_marks_a_rate_that_diverged(drawn):
 
 
 def test_learning_curves_stand_beside_the_baseline(drawn):
-    """Each arm has a panel with its loss during training and that of the baseline, qk/vo."""
+    """Each arm has a panel with two curves of loss during training: its own and the baseline's."""
     figure = drawn.figure_by_name['curves']
     panels = {ax.get_title(loc='left'): ax for ax in figure.axes}
 
-    # Of 9 arms beside the baseline, lost/vo has no finite loss and late/vo has no results.
+    # There are 9 arms and the baseline. lost/vo has no finite loss, and late/vo has no results.
     assert len(panels) == 9 - 2
     assert 'qk/vo' not in panels
 
@@ -314,7 +312,7 @@ def test_learning_curves_stand_beside_the_baseline(drawn):
         curve_of_baseline = line(ax, 'baseline qk/vo')
         assert len(curve_of_baseline.get_ydata()) == 4
 
-    # good/vo ends with the losses of the baseline minus 0.03. A curve is the mean over seeds.
+    # The final losses of good/vo are losses_around(-0.03). A curve is the mean over seeds.
     curve_of_good = line(panels['good/vo'], 'the variant named above')
     final_loss = curve_of_good.get_ydata()[-1]
     assert final_loss == pytest.approx(np.mean(losses_around(-0.03)))
@@ -325,7 +323,7 @@ def test_learning_curves_stand_beside_the_baseline(drawn):
 
 def test_panels_of_long_names_have_whole_titles(study_dir):
     """Titles that would be cut to the same text are written in full."""
-    # The names differ in the middle alone, which is what a cut leaves out.
+    # The names differ only in the middle. A shortened name has '…' in place of its middle.
     long_names = ['low_rank(rank=4)/vo?num_kv_heads=1', 'low_rank(rank=8)/vo?num_kv_heads=1']
     records = []
     for name in ['qk/vo', *long_names]:
@@ -334,11 +332,11 @@ def test_panels_of_long_names_have_whole_titles(study_dir):
 
     figure_by_name = draw(study_dir).figure_by_name
 
-    # The sweeps have a panel of the baseline too, which is the first.
+    # In the sweeps, the first panel shows the baseline, so only the last two titles are compared.
     for stem in ('sweep_learning_rate', 'curves'):
         titles = []
         for ax in figure_by_name[stem].axes:
-            # Lines below the first one have numbers.
+            # The first line of a title is the name. The lines below have numbers.
             first_line, *_ = ax.get_title(loc='left').splitlines()
             titles.append(first_line)
         assert titles[-2:] == long_names
@@ -379,7 +377,7 @@ def test_texts_cover_neither_each_other_nor_marks(drawn):
 
 
 def drawings_of_arms(path, num_arms):
-    """The drawings, by name, of a study of arms v0/vo, v1/vo, ... beside the baseline."""
+    """The drawings, by name, of a study of the baseline and the arms v0/vo, v1/vo, ..."""
     variants = ['qk/vo', *(f'v{n}/vo' for n in range(num_arms))]
     records = []
     for place, variant in enumerate(variants):
@@ -389,23 +387,25 @@ def drawings_of_arms(path, num_arms):
 
 
 def test_figures_of_many_arms_show_the_first_and_last_ones(study_dir, monkeypatch):
-    """A forest with room for 4 lines shows 2 arms at each end."""
+    """A forest plot has a line for each arm. A plot of too many arms shows the first and last.
+    With room for 4 lines, 4 arms are all drawn. Of 8 arms, the first 2 and the last 2 are drawn.
+    """
     module_of_forest = sys.modules[forest.__module__]
     monkeypatch.setattr(module_of_forest, 'MOST_LINES', 4)
     forest_of_4 = drawings_of_arms(study_dir / 'few', num_arms=4)['verdicts']
     forest_of_8 = drawings_of_arms(study_dir / 'many', num_arms=8)['verdicts']
 
-    # Lines are in the order of the means, which rise from v0/vo to v7/vo.
+    # Lines are sorted by their means, which rise from v0/vo to v7/vo.
     (ax,) = forest_of_8.figure().axes
     assert row_names(ax) == ['v0/vo', 'v1/vo', 'v6/vo', 'v7/vo']
 
-    # The caption says how many arms are drawn at each end, and of how many.
+    # `cut` is for the caption: of 8 arms, 2 are drawn at each end. A whole forest has no cut.
     assert forest_of_8.values['cut'] == Cut(num_drawn=2, num_arms=8)
     assert forest_of_4.values['cut'] is None
 
 
 def test_figures_of_many_panels_show_the_first_ones(study_dir, monkeypatch):
-    """Of 4 arms and of 8 arms, a figure with room for 3 panels shows 3."""
+    """A figure has a panel for each arm, but at most MOST_PANELS panels, which is set to 3."""
     module_of_figures = sys.modules[figures.__module__]
     monkeypatch.setattr(module_of_figures, 'MOST_PANELS', 3)
     drawings_of_4 = drawings_of_arms(study_dir / 'few', num_arms=4)
@@ -415,7 +415,7 @@ def test_figures_of_many_panels_show_the_first_ones(study_dir, monkeypatch):
         assert len(drawings['sweep_learning_rate'].grid.panels) == 3
         assert len(drawings['curves'].grid.panels) == 3
 
-    # The caption says how many panels are drawn. The 8 arms and the baseline have a sweep.
+    # `cut` is for the caption: 3 of 9 panels are drawn. The 8 arms and the baseline have a sweep.
     assert drawings_of_8['sweep_learning_rate'].values['cut'] == Cut(num_drawn=3, num_arms=9)
     # The curve of the baseline is drawn in every panel, so only the 8 arms count.
     assert drawings_of_8['curves'].values['cut'] == Cut(num_drawn=3, num_arms=8)
@@ -443,11 +443,11 @@ def test_the_formats_asked_for_are_written(tmp_path):
     is_dark = np.any(red_green_blue < 0.9, axis=-1)
     assert np.mean(is_dark) > 0.01
 
-    # The document has TrueType fonts (CIDFontType2), which journals take. They refuse Type 3.
+    # The document has TrueType fonts (CIDFontType2). Many journals refuse Type 3 fonts.
     document = bytes_by_name['new.pdf']
     assert b'/CIDFontType2' in document
     assert b'/Type3' not in document
-    # It has neither a bitmap nor a date.
+    # The document has neither a bitmap nor a date.
     assert b'Subtype /Image' not in document
     assert b'/CreationDate' not in document
 
@@ -472,7 +472,7 @@ def test_a_picture_of_a_page_has_the_same_bytes_each_time():
 def test_labels_of_a_wide_forest_stand_beside_its_axes():
     """A forest plot has a line for each arm, with a name and a text.
 
-    A wide figure has room for them in its margins.
+    A wide figure has the names in its left margin, and the texts in its right margin.
     """
     lines = lines_of_forest(3)
     styles_of_lines = styles([line.arm for line in lines], None)
@@ -512,7 +512,7 @@ def test_a_legend_shows_the_marks_of_several_arms():
 
 def assert_labels_are_within(figure):
     """Asserts that the x axis of a figure has visible labels, and that nothing is cut off."""
-    content = figure.get_tightbbox()  # in inches, as the size of the figure
+    content = figure.get_tightbbox()  # in inches, like the size of the figure
     assert content.x0 >= 0
     assert content.y0 >= 0
     assert content.x1 <= figure.get_figwidth()
@@ -525,7 +525,7 @@ def assert_labels_are_within(figure):
 
 
 def test_panels_of_a_page_fit_their_labels_around_aligned_axes(grids):
-    """A page shows each panel of a grid as a figure of its own."""
+    """A page shows each panel of a grid in a separate figure."""
     for grid in grids:
         with style_sheet():
             figures_of_panels = grid.draw_alone()
@@ -555,7 +555,7 @@ def test_a_caption_explains_a_choice_beside_the_vertex(
 ):
     """A sweep is an arm's losses at several rates, with a fitted parabola.
 
-    If the chosen rate is not that of the vertex, the caption says why.
+    If the chosen rate is not at the vertex of the parabola, the caption says why.
     """
     # The losses of all arms lie on parabolas in ln(rate) whose vertex is at 0.004.
     findings = findings_of(write_tuned(study_dir, records_of_every_decision()))
@@ -572,9 +572,9 @@ def test_a_caption_explains_a_choice_beside_the_vertex(
 def test_laws_are_drawn_over_the_sizes(study_dir):
     """A scaling law is a curve of loss against the number of parameters, fitted to several sizes.
 
-    The study has the baseline and the arm b/vo at the four sizes of SIZES. A parameter of b/vo is
-    worth 1.2 parameters of the baseline.
+    The study has the baseline and the arm b/vo at the four sizes of SIZES.
     """
+    # 1.2 is how many parameters of the baseline one parameter of b/vo is worth.
     write_tuned(study_dir, records_of_a_scaling_law(1.2))
 
     findings, figure_by_name = draw(study_dir)
@@ -585,12 +585,12 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
     assert 'sweep_learning_rate_4' in figure_by_name  # of the fourth size
     assert 'curves_4' in figure_by_name
 
-    # The law of b/vo has marks at the sizes that it was fitted to, in parameters.
+    # The law of b/vo has a mark at each size that it was fitted to. Sizes are parameter counts.
     (ax,) = figure_by_name['loss_parameters'].axes
     (law,) = [scaling.law for scaling in findings.scaling if scaling.variant == 'b/vo']
     marks = line(ax, 'b/vo')
     assert list(marks.get_xdata()) == pytest.approx(law.sizes)
-    # Its curve ends at the largest size, with the loss that the law gives there.
+    # The curve ends at the largest size. Its loss there is the law's loss.
     curve = line(ax, '_law of b/vo')
     largest_size = law.sizes[-1]
     assert curve.get_ydata()[-1] == pytest.approx(law.loss(largest_size))
@@ -599,7 +599,7 @@ def test_laws_are_drawn_over_the_sizes(study_dir):
 def test_colors_of_heat_maps_depend_on_signs():
     """A heat map has a color for each number of an array [layers, heads].
 
-    The scale of colors begins at zero. If some numbers are negative, it is symmetric around zero.
+    The scale of colors begins at zero. With negative numbers, the scale is symmetric around zero.
     """
     norms = np.array([[np.nan, 1.5], [2.0, 3.0]])
     drifts = np.array([[-2.0], [1.0]])
@@ -610,18 +610,18 @@ def test_colors_of_heat_maps_depend_on_signs():
     drift_axes = figure.axes[1]
     (norm_image,) = norm_axes.images
     (drift_image,) = drift_axes.images
-    # The limits of the scale: the largest norm is 3, and the largest drift without its sign is 2.
+    # The largest norm is 3. Drifts have both signs, and the largest absolute value is 2.
     assert norm_image.get_clim() == (0, 3)
     assert drift_image.get_clim() == (-2, 2)
 
-    # NaN is masked, so that it has no color of the scale.
+    # NaN is masked, so its cell has no color of the scale.
     assert norm_image.get_array().mask.tolist() == [[True, False], [False, False]]
 
 
 def test_singular_values_are_relative_to_the_largest():
-    """Each head of a layer has a line of its singular values, divided by its largest one.
+    """Each head has a line with its singular values, divided by its largest singular value.
 
-    NaN is not drawn.
+    A value that is not drawn becomes NaN.
     """
     head_0 = [4.0, 2.0, 1e-7]
     head_1 = [0.0, 0.0, 0.0]
@@ -629,12 +629,12 @@ def test_singular_values_are_relative_to_the_largest():
 
     (ax,) = attention_figure.singular_values(layers, 'A[n]').axes
 
-    # 1e-7 is a rounding error beside the largest, 4, so it is left out.
+    # 1e-7 is a rounding error compared with the largest value, 4.
     np.testing.assert_array_equal(line(ax, 'head 0').get_ydata(), [1, 0.5, np.nan])
     # Zeros cannot be drawn on a logarithmic axis.
     assert np.isnan(line(ax, 'head 1').get_ydata()).all()
 
-    # The axis has plain numbers. The default labels of a logarithmic axis are TeX.
+    # Labels of the axis are plain numbers. By default, a logarithmic axis has labels in TeX.
     label_of = ax.yaxis.get_major_formatter()
     assert label_of(1) == '1'
     assert label_of(0.01) == '0.01'

@@ -44,23 +44,21 @@ GOLDEN = Path(__file__).parent / 'golden'
 
 
 def write_decided_study(directory: Path) -> Path:
-    """Writes a tuned study that has every decision, metrics of a probe and expected verdicts.
+    """Writes a tuned study with an arm for each decision, probe metrics and expected verdicts.
 
-    Arms are the variants of attention that a study trains. There is an arm for each decision, and
-    one with a long name. edge/vo has its best rate at the end of the grid. A seed of lost/vo
-    diverged. late/vo has no results.
+    An arm is a variant of attention. Some arms have a long name, a diverged seed, or no results.
     """
     records = [*records_of_every_decision(), *tuned_arm(LONG, losses=losses_around(0.1))]
-    # The values of the probe only have to differ between trials.
+    # The values of the probe metrics are arbitrary, but differ between trials.
     for record in records:
         loss = record['val_loss']
         record |= {'val_induction_gain': 3 - loss, 'val_induction_accuracy': loss / 5}
-    # The last rate is the best one of edge/vo. A loss of None is a seed that diverged.
+    # The best rate of edge/vo is the last one of the grid. A loss of None is a diverged trial.
     records += tuned_arm('edge/vo', losses=losses_around(0.02), optimum=RATES[-1])
     records += tuned_arm('lost/vo', losses=[None, *losses_around(0.0)[1:]])
 
     # Screening losses lie on exact parabolas. Without noise, intervals would be rounding errors.
-    # The two seeds of a rate are adjacent records. Their noise has opposite signs.
+    # The two seeds of a rate are adjacent records, which get noise of opposite signs.
     for place, record in enumerate(records):
         if record['stage'] == 'screening':
             sign = 1 if place % 2 == 0 else -1
@@ -68,6 +66,7 @@ def write_decided_study(directory: Path) -> Path:
             record['val_loss'] += sign * 0.004 * math.sin(17 * pair)
             record['val_bits_per_byte'] = record['val_loss'] / math.log(2)
 
+    # late/vo is planned, but has no results: (variant, size, stage, tuned setting).
     without_results = ('late/vo', 'd_model=128', 'screening', 'learning_rate')
     # The verdict on bad/vo is as expected. good/vo is better, so its expectation fails.
     expected = ['bad/vo is worse', 'good/vo is not better']
@@ -77,13 +76,14 @@ def write_decided_study(directory: Path) -> Path:
 
 
 def write_described_study(directory: Path) -> Path:
-    """Writes an untuned study of four sizes. It has a scaling law, but no verdict.
+    """Writes an untuned study of four sizes, which has a scaling law but no verdict.
 
-    Variants are qk/vo, the baseline, and b/vo. Each has three seeds at each size. A fourth seed of
-    b/vo diverged at the largest size.
+    The baseline qk/vo and the variant b/vo have three seeds at each size. A fourth seed of b/vo
+    diverged at the largest size.
     """
     records = []
-    # The verdict trials of the first three seeds become trials of a study without tuning.
+    # In these tuned trials, one parameter of b/vo is worth 1.2 parameters of the baseline.
+    # The untuned study takes the losses of the verdict trials with seeds 0, 1 and 2.
     for tuned in records_of_a_scaling_law(1.2):
         seed = tuned['trial']['seed']
         if tuned['stage'] == 'verdict' and seed < 3:
@@ -97,7 +97,7 @@ def write_described_study(directory: Path) -> Path:
             )
             records.append(record)
 
-    # A loss of None is a trial that diverged.
+    # SIZES is {size: d_model}, with the largest size last. A loss of None is a diverged trial.
     largest_size, d_model = list(SIZES.items())[-1]
     diverged = trial_record(
         'b/vo', largest_size, seed=3, learning_rate=3e-3, val_loss=None, d_model=d_model
@@ -128,7 +128,7 @@ def texts_of_report(findings: Findings) -> dict[str, str]:
 A = ArmKey('a', 's', 'c')
 B = ArmKey('b', 's', 'c')
 CODES = {Remark: RemarkCode, Reason: ReasonCode, Problem: ProblemCode}
-# The data of all codes by the name of a field; `OTHER_DATA` has those that differ in one code.
+# The data of all codes by field name. `OTHER_DATA` has the fields that differ for one code.
 DATA = {
     **{'accepted': None, 'actual': (1, 2), 'apart': 2, 'arm': 1},
     **{'baseline': 'qk/vo', 'best': 1.6e-2, 'bleu': 3.5, 'cost': 0.05},
@@ -168,11 +168,10 @@ def macro_name(kind: type, code) -> str:
 
 
 def clauses() -> str:
-    """Returns a line 'remark_no_test: its trials have no test loss' for each code of a report.
+    """Returns a line for each code, such as 'remark_no_test: its trials have no test loss'.
 
-    Codes are of three kinds: remarks on a study or arm, reasons of a verdict, and problems of a
-    scaling law. A macro of a template makes the sentence of each code. The arguments of the macro
-    are the data of the code, such as a loss or seeds.
+    A code stands for a remark, a reason of a verdict, or a problem of a scaling law. A template has
+    a macro for each code. The macro writes the sentence, with data such as a loss or seeds.
     """
     macros = macros_of_clauses()
     lines = []
@@ -183,7 +182,7 @@ def clauses() -> str:
             data = DATA | OTHER_DATA.get(name, {})
             data_of_code = {argument: data[argument] for argument in macro.arguments}
             finding = kind(code, data_of_code)
-            # As in a report on a study of 7 arms that has intervals.
+            # The report has 7 comparisons with the baseline, and shows intervals.
             sentence = prose.clause(finding, comparisons=7, intervals=True)
             lines.append(f'{name}: {sentence}')
     return '\n'.join(lines) + '\n'
@@ -249,12 +248,13 @@ def rows_of_csv(findings: Findings) -> list[dict[str, str]]:
 
 
 def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_path, monkeypatch):
-    # The module of the metric cannot be imported.
+    # A report takes the metric and its description from the records, not from the metric's module.
+    # An import of the module would fail.
     (tmp_path / 'evil.py').write_text('raise AssertionError("imported")')
     monkeypatch.syspath_prepend(tmp_path)
 
-    # An `outside_record` has a value of the metric top_3, and describes the metric.
-    # The description has the unit % and the text 'Share of the first three.'.
+    # `top` is the value of the metric top_3. A record also describes the metric:
+    # its unit is %, and its description is 'Share of the first three.'.
     records = [
         outside_record('qk/vo', top=0.5, seed=0),
         outside_record('qk/vo', top=0.75, seed=1),
@@ -269,11 +269,11 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
 
     findings = findings_of(study_dir)
 
-    # The mean of qk/vo is that of 0.5 and 0.75. The other arms lack a value of some seed.
+    # The mean of qk/vo is (0.5 + 0.75) / 2. In the other arms, a seed has no value.
     mean_by_arm = [row['test_top_3_mean'] for row in rows_of_csv(findings)]
     assert mean_by_arm == ['0.625', '', '']
 
-    # In percent, qk/vo has 50 and 75, whose standard deviation is 25 / sqrt(2).
+    # In percent, qk/vo has the values 50 and 75. Their standard deviation is 25 / sqrt(2).
     report = tables.report_markdown(findings)
     assert '| test top 3, % mean ± sd |' in report
     assert '| 62.5000 ± 17.6777 |' in report
@@ -281,11 +281,11 @@ def test_a_metric_from_outside_is_a_column_without_its_module(study_dir, tmp_pat
 
 
 def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir):
-    """The difference of an arm from the baseline is that on the main corpus, here 0.
+    """An arm differs from the baseline by its loss on the main corpus, here by 0.
 
-    A corpus is a collection of texts. A run may ask for losses on further ones (`evaluate`).
+    The setting `evaluate` of a run asks for losses on further corpora (collections of texts).
     """
-    # For each seed, the loss on the further corpus. The second seed of b/vo has none.
+    # The losses of two seeds on the further corpus. The second seed of b/vo has no loss there.
     further_losses = {'qk/vo': [3.0, 3.5], 'b/vo': [2.5, None]}
     records = []
     for variant, losses_of_variant in further_losses.items():
@@ -294,18 +294,18 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
             records.append(studies.on_corpus(record, 'stdlib@test', further_loss))
     write_study(study_dir, records)
 
-    # At the first report, only results have the corpus. At the second, plans ask for it too.
+    # In the first report, only results have the corpus. In the second, plans ask for it too.
     text_before = tables.report_markdown(findings_of(study_dir))
     for run in {record['run'] for record in records}:
         studies.edit_plan(study_dir, run, data__evaluate=['stdlib@test'])
     findings = findings_of(study_dir)
     text = tables.report_markdown(findings)
 
-    # The mean of qk/vo is that of 3.0 and 3.5. b/vo has no mean, because a seed has no loss.
+    # The mean of qk/vo is (3.0 + 3.5) / 2. b/vo has no mean, because a seed has no loss.
     row_of_baseline, row_of_b = rows_of_csv(findings)
     assert row_of_baseline['loss[stdlib@test]_mean'] == '3.25'
     assert row_of_b['loss[stdlib@test]_mean'] == ''
-    # On the main corpus, b/vo has the losses of the baseline, qk/vo.
+    # On the main corpus, b/vo and the baseline qk/vo have the same losses.
     assert row_of_baseline['difference_mean'] == ''
     assert row_of_b['difference_mean'] == '0.0'
 
@@ -313,7 +313,7 @@ def test_the_loss_on_a_further_corpus_is_a_column_that_decides_nothing(study_dir
     for part in ('| loss on stdlib@test, nats/token mean ± sd |', '| 3.2500 ± 0.3536 |'):
         assert part in text
         assert part in text_before
-    # Where plans ask for the corpus, the text also says that it decides nothing.
+    # If plans ask for the corpus, the text also says that the corpus decides nothing.
     note = 'also evaluated, and deciding nothing: stdlib@test'
     assert note in text
     assert note not in text_before
@@ -341,7 +341,7 @@ def test_names_are_escaped_in_markdown_tables(name, escaped):
     lines = tables.markdown_table([(name, align_left)], [[name]]).splitlines()
     titles, _, row = lines
     assert row == f'| {escaped} |'
-    # A vertical bar in a title begins a new line of the title, which is written as a space.
+    # A vertical bar in a title means a line break, which Markdown shows as a space.
     assert titles == row.replace(r'\|', ' ')
 
 
@@ -369,7 +369,7 @@ def test_the_names_of_columns_are_no_formulas():
 
 
 def test_every_csv_is_written_by_one_function():
-    """It keeps a spreadsheet from running names that begin like formulas."""
+    """The function keeps a spreadsheet from running names that begin like formulas."""
     files = [*ROOT.glob('qkattn/**/*.py'), *ROOT.glob('experiments/**/*.py')]
     call_of_writer = re.compile(r'to_csv|csv\.(writer|DictWriter)')
     writing = [path.name for path in files if call_of_writer.search(path.read_text())]
@@ -384,9 +384,9 @@ def test_a_variant_that_begins_as_a_formula_is_text_in_table_csv(study_dir):
 
 
 def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
-    """A report lists the settings of training that all variants of attention share.
+    """A report lists the training settings that all arms share.
 
-    Some are listed only where they are not the default.
+    Some settings are listed only if they differ from the default.
     """
     records = [trial_record('qk/vo'), trial_record('b/vo')]
     write_study(study_dir, records)
@@ -403,7 +403,7 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         )
     text = '\n'.join(tables.settings(findings_of(study_dir)))
 
-    # The schedule 'wsd' lowers the learning rate in the last 0.1 of the steps by default.
+    # By default, the schedule 'wsd' lowers the learning rate in the last 0.1 of the steps.
     schedule = 'to 0 of the peak in the last 0.1 of the steps'
     for setting in (schedule, 'z-loss 0.0001', 'within documents'):
         assert setting in text
@@ -451,6 +451,7 @@ def test_a_report_without_intervals_speaks_of_none(write, sentence, study_dir):
     findings = findings_of(write(study_dir))
     text = tables.report_markdown(findings)
     assert sentence in text
+    # An interval looks like [-0.0310, -0.0290].
     interval = r'\[[-+.\d]+, [-+.\d]+\]'
     assert not re.search(interval, text)
     assert 'interval' not in re.sub('[Nn]o interval can be given', '', text)
@@ -481,31 +482,31 @@ def test_hostile_names_are_text_in_every_file(study_dir):
     tags = {tag for tag, _ in page.tags}
     assert 'script' not in tags
     assert 'img' not in tags
-    # It shows the markup of the name and of the question as text.
+    # The page shows the markup of the name and of the question as text.
     first_line_of_name, _ = name.split('\n')
     assert first_line_of_name in page.text
     assert '<img src=x onerror=alert(1)>' in page.text
 
-    # Markdown has no tags.
+    # The Markdown report has no HTML tags.
     markdown = tables.report_markdown(findings)
     assert not re.search('<[a-z/!]', markdown)
 
-    # No text has control codes: escape sequences, or marks that turn the direction of writing.
+    # No text has an escape sequence, or a mark that reverses the direction of writing.
     for text in (tables.terminal_text(findings, study_dir), markdown, headline(findings)):
         assert '\x1b' not in text
         assert '\u202e' not in text
 
 
 def test_a_terminal_tells_long_names_apart(study_dir):
-    """A terminal has no room for long names. They are cut such that they still differ."""
-    # The names differ in the middle alone.
+    """A terminal has no room for long names. Shortened names still differ from each other."""
+    # The names differ only in the middle.
     long_names = ['low_rank(rank=4)/vo?num_kv_heads=1', 'low_rank(rank=8)/vo?num_kv_heads=1']
     records = []
     for name in ['qk/vo', *long_names]:
         records += tuned_arm(name, losses=losses_around(0.0))
     findings = findings_of(write_tuned(study_dir, records))
 
-    # Two spaces separate the columns of the tables. The first column has the names.
+    # The first column of a table has the names. Two spaces separate columns.
     lines = tables.terminal_text(findings, study_dir).splitlines()
     first_cells = [line.split('  ')[0] for line in lines]
     name_with_rank = re.compile(r'low_rank\S*rank=[48]\S*')
@@ -523,7 +524,7 @@ def test_a_headline_names_a_baseline_without_results(study_dir):
 
 
 def test_text_tables_are_aligned():
-    """A bar in a title begins another line of the title. A line break in a cell is escaped."""
+    """A vertical bar in a title makes a line break. A line break in a cell is escaped."""
     align_left = True
     align_right = False
     columns_of_table = [('name', align_left), ('loss,|nats', align_right)]
@@ -581,15 +582,15 @@ def test_a_page_is_self_contained(study_and_terminal_text):
         for name in ('src', 'srcset', 'href', 'action'):
             if name in attributes:
                 links.append(attributes[name])
-    # A link holds a picture, or leads to a place of the page, such as '#notes'.
+    # A link contains a picture, or leads to a place in the page, such as '#notes'.
     for link in links:
         assert link.startswith(('#', 'data:image/svg+xml;base64,'))
         if link.startswith('#'):
             assert link.removeprefix('#') in page.ids
-    # No id stands twice, so that each link leads to one place.
+    # Each id is unique, so each link leads to one place.
     assert len(page.ids) == len(set(page.ids))
 
-    # A <source> is the wide version of a figure. One figure of this study has two widths.
+    # A <source> is the wide version of a figure. This study has one figure with a wide version.
     assert tags.count('source') == 1
 
 
@@ -606,9 +607,9 @@ def test_the_first_table_of_a_page_has_what_a_reader_looks_at_first(decided_page
     """The first table has few columns. A later table of the page has all of them."""
     heads = re.findall(r'<table class="">\n<thead>(.*?)</thead>', decided_page, re.DOTALL)
     head_of_first_table = heads[0]
-    # A title begins after the tag <th ...>. What precedes the first tag is no title.
+    # Each title follows a tag <th ...>. The text before the first tag is no title.
     cells = re.split('<th [^>]*>', head_of_first_table)[1:]
-    # Its text ends at the next tag. The second line of a title is in a tag of its own.
+    # The next tag ends the first line of a title. The second line is inside that tag.
     titles = [re.sub(r'<.*', '', cell).strip() for cell in cells]
     assert titles == [
         'variant',
@@ -654,12 +655,12 @@ def test_a_list_has_every_arm_below_its_verdict(decided_page):
 
 
 def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
-    """A scaling law gives the loss of a model with N parameters, such as 1.5 + 30 N^-0.3.
+    """A scaling law gives the loss of a model with N parameters, such as 1.5 + 30 * N**-0.3.
 
-    Its exponent is loose if the sizes of the study do not determine it. Then the report shows why
-    in place of the numbers of the law.
+    If the sizes of the study do not determine the exponent, the exponent is loose. The report then
+    shows the reason instead of the numbers of the law.
     """
-    # The study follows the law above. A parameter of the arm is worth 1.2 of the baseline.
+    # Losses follow the law above. A parameter of the arm is worth 1.2 parameters of the baseline.
     findings = findings_of(write_tuned(tmp_path, records_of_a_scaling_law(1.2)))
     scaling_of_baseline, scaling_of_arm = findings.scaling
     reason = Problem(ProblemCode.EXPONENT_LOOSE, {'value': 0.2, 'low': -0.1, 'high': 0.5})
@@ -667,11 +668,11 @@ def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
     loose_scaling_of_arm = dataclasses.replace(scaling_of_arm, law=loose_law)
 
     def row_in_table_of_laws(scaling):
-        """The row of the arm, by heading, where `scaling` has the law of the arm."""
+        """Returns {heading: cell} for the arm, with the arm's law taken from `scaling`."""
         changed_findings = dataclasses.replace(findings, scaling=(scaling_of_baseline, scaling))
         (sheet,) = [sheet for sheet in tables.sheets(changed_findings) if sheet.name == 'laws']
         headings = [name for name, _ in sheet.headings]
-        row_of_arm = sheet.rows[1]  # below that of the baseline
+        row_of_arm = sheet.rows[1]  # rows[0] is the row of the baseline
         return dict(zip(headings, row_of_arm, strict=True))
 
     determined = row_in_table_of_laws(scaling_of_arm)
@@ -683,7 +684,7 @@ def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
     assert loose['a'].startswith('-')
     assert loose['no number, because'].startswith('the sizes do not determine')
 
-    # What a parameter is worth is known in both cases.
+    # Both rows say how many parameters of the baseline a parameter of the arm is worth.
     assert determined['baseline parameters|per parameter'].startswith('1.200 [')
     assert loose['baseline parameters|per parameter'].startswith('1.200 [')
 

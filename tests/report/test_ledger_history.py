@@ -45,7 +45,7 @@ def commit_removal(results, study):
 
 @pytest.fixture
 def results(tmp_path):
-    """A directory of results in a repository: the ledger of STUDY has grown by a line."""
+    """A directory of results in a git repository. Its last commit adds a line to STUDY's ledger."""
     directory = tmp_path / 'repository/results'
     directory.mkdir(parents=True)
     git(directory.parent, 'init')
@@ -142,7 +142,7 @@ def test_a_rewrite_with_a_reason_is_counted(results):
     declare_anew(results)
     assert check_ledgers(results).endswith('1 rewritten for a stated reason')
 
-    # A second rewrite, which has no reason.
+    # A second rewrite has no reason.
     commit_ledger(results, STUDY, FIRST)
     with pytest.raises(ReportError, match='was rewritten'):
         check_ledgers(results)

@@ -18,7 +18,7 @@ from tests import studies
 
 @pytest.fixture(scope='module', autouse=True)
 def figures_are_not_rendered():
-    """Pictures are no part of a check: they are not rendered."""
+    """A check does not look at pictures, so rendering is skipped."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(style, 'render', lambda figure, kind: b'<svg></svg>')
         yield
@@ -26,23 +26,23 @@ def figures_are_not_rendered():
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory, figures_are_not_rendered):
-    """The directory of a tuned study with its report, which is written once for all tests.
+    """The directory of a tuned study with a report, written once for all tests.
 
-    The baseline is qk/vo. qk/no_o has higher losses, and qk/no_v has lower ones.
+    The baseline is qk/vo. qk/no_o has higher losses, and qk/no_v has lower losses.
     """
     lowest_losses = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
     records = []
     for place, (variant, lowest_loss) in enumerate(lowest_losses.items()):
-        # Losses differ between seeds, and so do their differences from the baseline.
+        # Losses vary between seeds. Differences from the baseline vary too, by 0.003 * place.
         losses = [lowest_loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         for trial in studies.tuned_arm(variant, losses=losses):
             # Each trial has a value of a metric from outside the package.
             with_metric = studies.outside_record('qk/vo', 1 / trial['val_loss']) | trial
-            # It also has a loss on a further corpus, a collection of texts.
+            # Each trial also has a loss on a further corpus (collection of texts).
             further_loss = 1 + trial['val_loss']
             records.append(studies.on_corpus(with_metric, 'stdlib@test', further_loss))
 
-    # A check compares the name of each run with the hash of its config.
+    # A check requires that the name of each run is the hash of its config.
     records = studies.named_by_hash(records)
     directory = tmp_path_factory.mktemp('verify') / 'study'
     studies.write_tuned(directory, records)
@@ -68,7 +68,7 @@ def changed_at(content, keys, change):
 
 
 def path_of_file(study, name):
-    """The path of a file; LOG and DOCUMENTS are files in the run of the last result."""
+    """The path of a file. LOG and DOCUMENTS are files in the run of the last result."""
     last_result = studies.read_lines(study / 'results.jsonl')[-1]
     if name == 'LOG':
         return study / last_result['run'] / 'metrics.jsonl'
@@ -82,10 +82,10 @@ def change_file(study, name, keys, change):
 
     Args:
         study: Directory of the study.
-        name: Name of the file; see `path_of_file`.
-        keys: Where the value to change is. In a file of lines, (-1, 'test_loss') is `test_loss` in
-            the last line. A .csv file is changed as one text, without keys.
-        change: Function from the value to the one that replaces it. None removes the file.
+        name: Name of the file, or LOG or DOCUMENTS.
+        keys: Keys of the value to change. In a .jsonl file, (-1, 'test_loss') is `test_loss` in the
+            last line. In a .csv file, the value is the whole text, and keys are ignored.
+        change: Function of the old value that returns the new value. None removes the file.
     """
     path = path_of_file(study, name)
     if change is None:
@@ -126,8 +126,8 @@ def without_last(lines):
     return lines[:-1]
 
 
-# Changes of files: (file, keys, function of the value). LOWER_TEST_LOSS changes all files that
-# have the loss.
+# Changes of files: (file, keys, function of the value). LOWER_TEST_LOSS changes every file with
+# the loss.
 LOWER_TEST_LOSS = [
     ('results.jsonl', (-1, 'test_loss'), less),
     ('LOG', (-1, 'test_loss', -1), less),
@@ -231,7 +231,7 @@ def test_a_difference_is_described_with_its_line():
 
 
 def test_a_first_report_on_verdict_results_is_a_look(written):
-    # `written` has a report already. A second one is no other look.
+    # `written` has a report already. A second report adds no look.
     report.write_report(written)
     entries = ledger.read(written / 'ledger.jsonl').entries
     assert [entry['event'] for entry in entries] == ['declared', 'looked']
@@ -246,26 +246,26 @@ def test_a_report_on_screening_alone_is_no_look(tmp_path):
 
 
 def test_a_report_is_made_again_from_an_export(written, tmp_path):
-    """An exported study has its logs in a zip, without checkpoints, and the tables of a report."""
+    """An export has the logs of a study in a zip file, and the tables of its report."""
     exported = report.export(written, tmp_path / 'kept')
 
     names = {path.name for path in exported.iterdir()}
     logs = {'study.json', 'ledger.jsonl', 'yardsticks.json', 'logs.zip'}
     assert names == logs | {'table.md', 'table.csv'}
 
-    # A check counts the numbers in the tables, and finds that all follow from the logs.
+    # `check_study` compares the tables with the logs, and returns how many numbers they have.
     num_numbers = check_study(written)
     assert check_study(exported) == num_numbers
 
-    # The ledger records readings of results. The same results are not recorded again.
+    # The ledger records each look at new results. These results are not new.
     report.write_report(exported)
     for name in ('report.html', 'ledger.jsonl'):
         assert (exported / name).read_text() == (written / name).read_text()
 
 
 def test_an_export_warns_of_paths_of_this_machine(tmp_path, caplog):
-    """An exported study may be published, and a path such as /home/ann tells a user's name."""
-    # The 'a/b' of the question is no path from the root, so it is not warned of.
+    """An exported study may be published, and a path such as /home/ann reveals a user's name."""
+    # The 'a/b' in the question is no absolute path, so it causes no warning.
     study = studies.write_study(
         tmp_path / 'study',
         [studies.trial_record('qk/vo')],
@@ -274,14 +274,14 @@ def test_an_export_warns_of_paths_of_this_machine(tmp_path, caplog):
     )
     report.export(study, tmp_path / 'kept')
 
-    # The only warning names the field with a path, `command`.
+    # There is one warning. It names the field that has a path, `command`.
     assert len(caplog.records) == 1
     warning = caplog.records[0].message
     assert 'kept/study.json contains paths of this machine in command; they stay' in warning
 
 
 def test_an_export_replaces_nothing_but_exports_of_its_study(written, tmp_path):
-    """An export to a directory or file that holds anything else is refused."""
+    """An export replaces nothing except an earlier export of the same study."""
     file = tmp_path / 'mine.txt'
     file.write_text('precious')
     other_study = studies.write_study(
@@ -290,7 +290,7 @@ def test_an_export_replaces_nothing_but_exports_of_its_study(written, tmp_path):
     # A copy of the directory in which the study was trained is no export.
     copy_of_study = shutil.copytree(written, tmp_path / 'run')
 
-    # `tmp_path` is a directory that holds all of these but `written`.
+    # `tmp_path` is a directory with the file, the other study and the copy.
     for destination in (tmp_path, file, written, other_study, copy_of_study):
         with pytest.raises(ReportError, match='holds something other than an export of study'):
             report.export(written, destination)
@@ -307,7 +307,7 @@ def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
         patch.setattr(stored, 'write_atomic', write_and_interrupt)
         report.export(written, kept)
 
-    # After the interrupted export, and after a finished one.
+    # The first export follows an interrupted export. The second follows a finished one.
     assert report.export(written, kept) == kept
     assert report.export(written, kept) == kept
 
@@ -315,27 +315,27 @@ def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
     """A headline is the table of a study in a page, between two comments.
 
-    `check_page` compares it with the study, or writes it. It returns the number of headlines.
+    `check_page` compares each headline with its study, or writes it. It returns their number.
     """
-    # The study is in the directory `kept` beside the page. Its table is missing in the page.
+    # The first comment names the directory of the study, `kept`. The page lacks the table.
     page = tmp_path / 'README.md'
     page.write_text('before\n<!-- headline: kept -->\n<!-- end -->\nafter 1.5\n')
-    # The table should begin in line 3, where the page has the comment of its end.
+    # Line 3 should begin the table, but has the second comment, `<!-- end -->`.
     with pytest.raises(ReportError, match='README.md does not match its studies, line 3'):
         check_page(page)
 
-    # Once it is written, the page has the table.
+    # With write=True, `check_page` writes the table.
     assert check_page(page, write=True) == 1
     assert check_page(page) == 1
     text = page.read_text()
     assert text.startswith('before\n<!-- headline: kept -->\n| variant')
-    # The losses of qk/no_v are about 0.095 below the baseline's, which is better.
+    # The losses of qk/no_v are about 0.095 below the baseline's, so qk/no_v is better.
     assert '| qk/no_v | -0.09' in text
     assert '| better at this length |' in text
-    # Text outside of the comments stays.
+    # Text outside the comments stays.
     assert 'after 1.5' in text
 
-    # A number of the table is changed by hand.
+    # A number in the table that was changed by hand is found.
     page.write_text(text.replace('-0.09', '-0.10', 1))
     with pytest.raises(ReportError, match='does not match its studies'):
         check_page(page)
