@@ -52,19 +52,19 @@ class Storage:
     def write_lease(
         self, run: str, age: float = 0.0, expiry: float = EXPIRY, number: int = 0
     ) -> Path:
-        """Writes a lease of process 12 on the machine `far`; returns its path.
+        """Writes a lease of process 12 on the machine `far`, and returns its path.
 
-        A lease is a lock file that its holder renews by heartbeats. It is free once it has
-        expired. By default, the lease was renewed just now.
+        A lease is a lock file. Its holder renews the lease by heartbeats, so that it does not
+        expire.
 
         Args:
-            run: Name of the run that the lease gives the right to train.
+            run: Name of the run that the holder may train.
             age: Seconds since the last heartbeat.
-            expiry: Seconds after which the lease expires.
-            number: Number of the lease on a disk, where a run has the files RUN.0, RUN.1, ... The
-                highest number counts. In a bucket, a run has the one object RUN.
+            expiry: Seconds after a heartbeat at which the lease expires.
+            number: N of the file RUN.N on a disk, where the highest N of a run counts. A bucket
+                has only the object RUN.
         """
-        # Whether a process of another machine lives is not known, so only the age counts.
+        # This machine cannot see whether process 12 is alive, so only the age counts.
         content = {'host': 'far', 'process': None, 'pid': 12, 'expiry': expiry}
         name = run if self.in_bucket else f'{run}.{number}'
         path = self.directory / name
@@ -125,15 +125,12 @@ def clock(monkeypatch):
 def call_before_the_next_take(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, race: Callable[[], None]
 ) -> None:
-    """Makes the next `acquire` call `race`, after it found the lease free and before it takes it.
-
-    A lease is a lock file with an owner and a time. `race` is called once.
-    """
+    """Makes the next `acquire` call `race` between finding the lease free and taking the lease."""
     lease_class = leases._Object if storage.in_bucket else leases._File
     take = lease_class.take
 
     def race_and_take(lease):
-        """Replaces `take` of a lease: restores the real one, and calls it after `race`."""
+        """Replaces `take`: restores the real `take`, calls `race`, and then takes the lease."""
         monkeypatch.setattr(lease_class, 'take', take)
         race()
         take(lease)
@@ -148,9 +145,9 @@ def write_expired_leases(storage: Storage) -> None:
 
 @pytest.mark.parametrize('before', ['no lease', 'expired leases'])
 def test_two_processes_on_one_machine_do_not_both_take_a_lease(storage, monkeypatch, before):
-    """A lease is a lock file with an owner and a time. `acquire` returns None if it is not free.
+    """Two callers find the same lease (a lock file) free, and only the faster one gets the lease.
 
-    Two callers find the same lease free, and only the first to take it gets it.
+    `acquire` returns None to the slower caller.
     """
     if before == 'expired leases':
         write_expired_leases(storage)
@@ -159,23 +156,23 @@ def test_two_processes_on_one_machine_do_not_both_take_a_lease(storage, monkeypa
     def acquire_first():
         leases_of_first_caller.append(storage.acquire())
 
-    # The second caller finds the lease free. Before it takes the lease, the first caller does.
+    # The first caller takes the lease after the second caller has found the lease free.
     call_before_the_next_take(monkeypatch, storage, acquire_first)
     lease_of_second_caller = storage.acquire()
 
     assert lease_of_second_caller is None
     (lease_of_first_caller,) = leases_of_first_caller
     assert lease_of_first_caller is not None
-    # Both callers are in this process.
+    # Both callers are in this process, so this process is the holder.
     assert storage.holders()['run'].startswith(f'process {os.getpid()} on ')
     lease_of_first_caller.release()
 
 
 @pytest.mark.parametrize('before', ['no lease', 'expired leases'])
 def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch, before):
-    """A lease is a lock file with an owner and a time. `acquire` returns None if it is not free.
+    """This process finds the lease (a lock file) free, but another machine takes the lease first.
 
-    This process finds the lease free, but another machine is faster to take it.
+    `acquire` then returns None.
     """
     next_number = 0
     if before == 'expired leases':
@@ -188,7 +185,7 @@ def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch
         """Writes the lease that process 12 on another machine takes."""
         leases_of_other_machine.append(storage.write_lease('run', number=next_number))
 
-    # This process finds the lease free. Before it takes the lease, the other machine does.
+    # The other machine takes the lease after this process has found the lease free.
     call_before_the_next_take(monkeypatch, storage, write_first)
     lease_of_this_process = storage.acquire()
 
@@ -210,17 +207,16 @@ def test_a_holder_gives_up_before_its_lease_expires(disk_storage, clock):
 def test_failed_heartbeats_are_retried_until_they_are_late(
     disk_storage, monkeypatch, clock, frequent_heartbeats
 ):
-    """A lease is a lock file with an owner and a time, which heartbeats renew.
+    """Heartbeats renew a lease. It is lost when no heartbeat has worked for about EXPIRY seconds.
 
-    The lease is lost once the last heartbeat that worked is about EXPIRY seconds ago. The test
-    makes heartbeats fail, work again, fail again, and come late.
+    The test makes heartbeats fail, work again, fail again, and come late.
     """
     renew = leases._File.renew
     behavior = 'work'
     counts = Counter()  # heartbeats of each behavior
 
     def renew_with_behavior(lease):
-        """Replaces a heartbeat: renews the lease, unless `behavior` is to fail."""
+        """Replaces a heartbeat: renews the lease, fails, or comes late, as `behavior` says."""
         counts[behavior] += 1
         if behavior == 'fail':
             raise OSError(errno.EIO, 'Input/output error')
@@ -235,13 +231,13 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
 
     monkeypatch.setattr(leases._File, 'renew', renew_with_behavior)
     with disk_storage.acquire() as held:
-        # The last heartbeat that worked is half of the expiry ago.
+        # The last heartbeat that worked was 0.5 * EXPIRY seconds ago.
         behavior = 'fail'
         wait_for_three_heartbeats()
         clock.seconds_ahead += 0.5 * EXPIRY
         assert not held.lost
 
-        # Heartbeats work again. Without them, the lease would be 1.4 times the expiry old.
+        # Heartbeats work again. Otherwise, the lease's age would be (0.5 + 0.9) * EXPIRY.
         behavior = 'work'
         wait_for_three_heartbeats()
         clock.seconds_ahead += 0.9 * EXPIRY
@@ -250,13 +246,13 @@ def test_failed_heartbeats_are_retried_until_they_are_late(
         wait_for_three_heartbeats()
         assert not held.lost
 
-        # The last heartbeat that worked is 0.9 of the expiry ago.
+        # The last heartbeat that worked was 0.9 * EXPIRY seconds ago.
         behavior = 'fail'
         wait_for_three_heartbeats()
         clock.seconds_ahead += 0.9 * EXPIRY
         assert not held.lost
 
-        # A heartbeat takes 0.2 of the expiry, so the lease is 1.1 times the expiry old.
+        # A heartbeat takes 0.2 * EXPIRY seconds, so the lease's age is (0.9 + 0.2) * EXPIRY.
         behavior = 'come late'
         wait_until(lambda: held.lost)
 
@@ -290,19 +286,19 @@ def test_a_holder_sees_that_its_lease_was_deleted(storage, frequent_heartbeats):
 
 @pytest.mark.parametrize('error', [None, SystemExit])
 def test_the_end_of_a_block_releases_the_lease(storage, error):
-    """A lease is a lock file with an owner and a time. `holders` gives {run: process}.
+    """The lease (a lock file) is released whether the block ends normally or by an error.
 
-    The block ends normally or by an error.
+    `holders` returns {run: process}.
     """
     with contextlib.suppress(SystemExit), storage.acquire() as held:
-        # A thread renews the lease. A second caller does not get it.
+        # In the block, a thread renews the lease, and a second caller does not get the lease.
         assert held._thread.is_alive()
         assert storage.acquire() is None
         assert list(storage.holders()) == ['run']
         if error:
             raise error
 
-    # The thread has ended, and the run is free. A released lease does not count as lost.
+    # After the block, the thread has ended and the run is free. A released lease is not lost.
     assert not held._thread.is_alive()
     assert not held.lost
     assert storage.holders() == {}
@@ -310,7 +306,7 @@ def test_the_end_of_a_block_releases_the_lease(storage, error):
 
 @pytest.mark.parametrize('error', [None, SystemExit])
 def test_a_released_lease_cannot_release_a_later_one(storage, error):
-    """A lease is a lock file with an owner and a time. Each lease is released once.
+    """Each lease (a lock file) is released once, and a second release of it changes nothing.
 
     The block of the first lease ends normally or by an error.
     """
@@ -318,12 +314,12 @@ def test_a_released_lease_cannot_release_a_later_one(storage, error):
         if error:
             raise error
 
-    # A second release of the first lease changes nothing, so the run is still held.
+    # The first lease is released again while the second lease holds the run.
     with storage.acquire():
         first.release()
         assert storage.acquire() is None
 
-    # A bucket deletes a released lease. A disk has a file for each lease, which stays.
+    # In a bucket, a released lease is deleted. On a disk, the file of each lease stays.
     if storage.in_bucket:
         assert storage.server.names('runs') == []
     else:
@@ -351,16 +347,16 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
     ],
 )
 def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, is_held):
-    """A lease is free once it was not renewed for `expiry` seconds.
+    """A lease is free if its last renewal was more than `expiry` seconds ago.
 
-    It was renewed `age` seconds ago, or in the future if `age` is negative. Ages are measured by
-    the storage's clock, while this machine's clock is an hour ahead.
+    The last renewal was `age` seconds ago on the storage's clock, or in the future for a negative
+    age. This machine's clock is an hour ahead, which must not matter.
     """
     if storage.in_bucket:
         # The clock of the bucket is 10 hours ahead.
         storage.server.skew = datetime.timedelta(hours=10)
         make_directory(storage.directory)  # reads the storage's clock
-    # The lease of another machine.
+    # Another machine holds the lease.
     storage.write_lease('run', age, expiry)
     now = time.time
     monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
@@ -394,19 +390,19 @@ def test_a_damaged_lease_holds_for_the_usual_time(disk_storage, content):
 
 
 def test_a_lock_excludes_other_threads_which_wait(storage):
-    """Four threads count up under one lock, and each of them is counted."""
+    """Four threads each add one to a counter under a lock, so the counter ends at four."""
     lock = storage.directory / 'lock'
     counter = 0
 
     def add_one(_):
-        """Reads the counter, and writes it 10 ms later."""
+        """Reads the counter, and writes the increased value 10 ms later."""
         nonlocal counter
         with locked(lock):
             count = counter
             time.sleep(0.01)
             counter = count + 1
 
-    # Without the lock, threads would read the same count and overwrite each other's.
+    # Without the lock, all threads would read 0 and write 1.
     with ThreadPoolExecutor(max_workers=4) as pool:
         list(pool.map(add_one, range(4)))
     assert counter == 4
@@ -436,19 +432,19 @@ def test_a_lock_in_a_bucket_can_be_lost(bucket_storage, frequent_heartbeats):
 def skip_sleep(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float, after: Callable[[], None]
 ) -> None:
-    """Makes a thread that waits for a lock wait in no time. Only the calling thread is changed.
+    """Makes `sleep` of the calling thread return at once, and set the clock ahead instead.
 
     Args:
         monkeypatch: Replaces `sleep` for the test.
-        clock: The clock of leases, which each sleep sets ahead.
-        seconds: By how much it is set ahead, whatever the duration of the sleep.
-        after: What each sleep calls at its end.
+        clock: The clock of leases.
+        seconds: How far each sleep sets the clock ahead, whatever its duration.
+        after: Function that each sleep calls at its end.
     """
     this_thread = threading.current_thread()
     really_sleep = time.sleep
 
     def sleep(duration):
-        """Replaces `time.sleep`: sets the clock ahead in this thread, sleeps in others."""
+        """Replaces `time.sleep`: sets the clock ahead in this thread, and sleeps in others."""
         if threading.current_thread() is this_thread:
             clock.seconds_ahead += seconds
             after()
@@ -466,10 +462,9 @@ def assert_waiting_is_logged(caplog):
 def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
     bucket_storage, caplog, monkeypatch, clock
 ):
-    """In a bucket, only the age of a lock tells whether another machine still holds it.
+    """A lock in a bucket expires 180 s after its last renewal, so this process waits for 180 s.
 
-    A process watches the lock for the 180 s after which it expires. Here it does not expire,
-    because process 12 on the machine `far` renews it.
+    Meanwhile, process 12 on the machine `far` renews the lock, which does not expire.
     """
     lock = bucket_storage.write_lease('lock', age=5.0)
     renewals = []
@@ -492,10 +487,9 @@ def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
 def test_a_lock_of_another_machine_is_taken_over_when_expired(
     bucket_storage, caplog, monkeypatch, clock
 ):
-    """In a bucket, only the age of a lock tells whether another machine still holds it.
+    """A lock in a bucket expires 180 s after its last renewal.
 
-    Process 12 on the machine `far` does not renew its lock, which expires after 180 s. Then this
-    process gets the lock.
+    Process 12 on the machine `far` does not renew its lock, so this process gets the lock.
     """
     lock = bucket_storage.write_lease('lock', age=5.0)
     ages = [5.0]
@@ -505,12 +499,12 @@ def test_a_lock_of_another_machine_is_taken_over_when_expired(
         ages.append(age)
         bucket_storage.set_age(lock, age)
 
-    # Each wait of this process counts as 90 s, by which the lock grows older.
+    # Each wait of this process counts as 90 s, and makes the lock 90 s older.
     skip_sleep(monkeypatch, clock, seconds=90.0, after=grow_older)
 
     # A lock that is still held would be refused with an error.
     with locked(lock, wait=False):
         pass
-    # At an age of 95 s, the lock was held. At 185 s, it had expired.
+    # At an age of 95 s, the lock was still held. At 185 s, the lock had expired.
     assert ages == [5.0, 95.0, 185.0]
     assert_waiting_is_logged(caplog)

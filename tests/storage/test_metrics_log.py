@@ -51,11 +51,11 @@ def test_a_record_needs_an_integer_step_that_does_not_go_back(path, record):
 def test_rewind_drops_what_follows_a_step(path, step, kept_steps, last_step):
     """A run that resumes at a step writes the later steps again, so its log drops them.
 
-    Step 0 is the start of a run, before which there are no records.
+    Step 0 is the start of the run, so no record is kept.
     """
     write_steps(path, kept_steps)
     expected_content = path.read_bytes()
-    # The line of step 60 is torn, as a crash leaves it, so it does not count.
+    # A crash has cut the line of step 60, so this line does not count.
     write_steps(path, [10, 20, 30, 40, 50], tail='{"step": 60, "lo')
     metrics = MetricsFile(path)
     assert metrics.last_step == 50
@@ -71,20 +71,20 @@ def test_rewind_drops_what_follows_a_step(path, step, kept_steps, last_step):
 
 
 def test_rewind_drops_the_final_record_and_an_evaluation_if_asked(path):
-    """A run that resumes at a step writes its final record again.
+    """A run that resumes at a step writes its final record again, so the old one is dropped.
 
-    It also evaluates again if the checkpoint of the step was made before the evaluation.
+    If its checkpoint was made before the evaluation of the step, the run evaluates again.
     """
     write_steps(path, [10, 20])
     metrics = MetricsFile(path)
     metrics.append({'step': 20, 'kind': 'eval'})
     metrics.append({'step': 20, 'kind': 'final'})
 
-    # Of step 20, the record of training and the evaluation stay.
+    # Step 20 keeps its training record and its evaluation.
     metrics.rewind(20)
     assert steps_of(path) == [10, 20, 20]
 
-    # With evaluated=False, the evaluation is dropped too.
+    # With evaluated=False, step 20 keeps only its training record.
     metrics.rewind(20, evaluated=False)
     assert steps_of(path) == [10, 20]
 
@@ -95,7 +95,7 @@ def test_a_torn_last_line_is_repaired_at_the_first_append(path, tail):
     assert steps_of(path) == [1, 2]  # a reader of a live file leaves the torn line out
 
     metrics = MetricsFile(path)
-    assert path.read_text().endswith(tail)  # a file that may be no log stays until it is written
+    assert path.read_text().endswith(tail)  # the file may be no log, so opening changes nothing
 
     metrics.append({'step': 3})
     assert steps_of(path) == [1, 2, 3]
@@ -112,7 +112,7 @@ def test_a_torn_last_line_is_repaired_at_the_first_append(path, tail):
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused(path, damage):
-    """A crash damages the last line alone. Damage before it is refused, and nothing is removed."""
+    """A crash can damage only the last line, so a damaged line before it is an error."""
     # Lines 1 and 2 are whole, line 3 is damaged, and line 4 is whole.
     write_steps(path, [1, 2], tail=f'{damage}\n{{"step": 4}}\n')
     before = path.read_bytes()
@@ -127,7 +127,7 @@ def test_a_damaged_line_in_the_middle_is_refused(path, damage):
 
 
 def write_checkpointed_log(path) -> dict:
-    """Writes a log of the steps 1 and 2; returns what a checkpoint stores of the log."""
+    """Writes a log of steps 1 and 2, and returns what a checkpoint stores about the log."""
     metrics = MetricsFile(path)
     metrics.append({'step': 1})
     metrics.append({'step': 2})
@@ -172,8 +172,8 @@ def test_a_torn_line_after_the_checkpoint_is_dropped_silently(path, caplog, tail
     ],
 )
 def test_damage_after_the_checkpoint_is_dropped_with_a_warning(path, caplog, tail, damage):
-    """A run that resumes at a checkpoint does not need the lines that it wrote afterwards."""
-    # Lines 1 and 2 have the steps 1 and 2. `written` describes them, as a checkpoint stores it.
+    """A resumed run writes the lines after its checkpoint again, so damaged ones may be dropped."""
+    # Lines 1 and 2 have the steps 1 and 2. `written` is what the checkpoint stores about them.
     written = write_checkpointed_log(path)
     before = path.read_bytes()
     append_text(path, tail)
@@ -200,8 +200,8 @@ def test_damage_behind_the_start_is_dropped(path, caplog):
 
 
 def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
-    """Lines before the checkpoint are not parsed: their checksum tells that they are unchanged."""
-    # The checkpoint is at step 999. `written` has the checksum of the 1000 lines up to it.
+    """Lines before the checkpoint are not parsed: their checksum shows that they are unchanged."""
+    # `written` is what a checkpoint at step 999 stores, with the checksum of the first 1000 lines.
     write_steps(path, range(1000))
     written = MetricsFile(path).flush()
     # Three lines follow the checkpoint.
@@ -215,20 +215,20 @@ def test_a_resume_parses_only_the_last_lines_of_a_log(path, monkeypatch):
     metrics.check()
 
     assert metrics.last_step == 1000
-    # To parse all lines would take over 1000 calls.
+    # Parsing all lines would take over 1000 calls.
     assert parse.call_count < 10
 
 
 @pytest.mark.parametrize('written_share', [0.0, 0.9])
 def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_share):
-    """A write to a full disk stores a share of the line of step 3. That share is removed."""
+    """A full disk stores only a part of the line of step 3, and this part is removed."""
     write_steps(path, [1, 2])
     metrics = MetricsFile(path)
     before = path.read_bytes()
     file = metrics._file
 
     def write_a_share(data):
-        """Replaces `write` of the file: writes a share of the bytes; returns their number."""
+        """Replaces `write` of the file: writes the first bytes, and returns their number."""
         num_written = int(written_share * len(data))
         return file.write(data[:num_written])
 
@@ -238,7 +238,7 @@ def test_a_line_that_a_full_disk_cuts_is_removed(path, monkeypatch, written_shar
         metrics.append({'step': 3, 'loss': 1.0})
     assert path.read_bytes() == before
 
-    # After the block, the disk has room again. The next line follows the whole ones.
+    # After the block, the disk has room again. The new line follows the lines of steps 1 and 2.
     metrics.append({'step': 3})
     metrics.close()
     line = json.dumps(with_checksum({'step': 3}))
@@ -249,8 +249,8 @@ def write_log_with_an_evaluation(path) -> dict:
     """Writes a log of seven lines: six steps, with an evaluation after step 4.
 
     Returns:
-        What a checkpoint at step 4 stores of the log: the number of lines up to the evaluation,
-        which is 5, and their checksum.
+        What a checkpoint at step 4 stores about the log: the number of lines so far, which is 5,
+        and their checksum.
     """
     with contextlib.closing(MetricsFile(path)) as metrics:
         for step in (1, 2, 3, 4):
@@ -285,23 +285,23 @@ def replace_the_log(lines):
 @pytest.mark.parametrize(
     ('damage', 'message'),
     [
-        # A line has a checksum of its own.
+        # Line 1 does not match the checksum that the line contains.
         (edit_a_digit, 'line 1 is damaged .*check'),
-        # The next line, of step 5, takes the place of the evaluation.
+        # Line 5 is now the record of step 5 instead of the evaluation.
         (remove_the_evaluation, '5 lines are not the 5 that the run has'),
         (remove_the_last_three_lines, '4 lines are not the 5'),
-        # The other line is whole, so only the checksum of all five lines tells.
+        # The new line is valid, so only the checksum of all five lines shows the change.
         (replace_a_line, '5 lines are not'),
-        # A last line that is no record counts as torn, so no line is left.
+        # A last line that is no record counts as cut off, so no line is left.
         (replace_the_log, '0 lines are not the 5'),
     ],
 )
 def test_a_log_that_lacks_lines_of_its_checkpoint_is_refused(path, damage, message):
-    """A run cannot resume at a checkpoint if its log has changed before it.
+    """A run cannot resume if the lines that its log had at the checkpoint have changed.
 
-    The message says how many whole lines there are, and how many the checkpoint has.
+    The message compares the number of valid lines with the number at the checkpoint.
     """
-    # The log has 7 lines. The checkpoint of step 4 has the number and checksum of the first 5.
+    # The log has 7 lines. `written` has the number and the checksum of the first 5.
     written = write_log_with_an_evaluation(path)
     lines = path.read_bytes().splitlines(keepends=True)
     damage(lines)
@@ -360,7 +360,7 @@ def test_metrics_reach_a_bucket_at_flush(bucket):
 
 
 def test_a_log_in_a_bucket_is_continued(bucket):
-    """A resumed run reads its log from an object store, and replaces the steps that it repeats."""
+    """A resumed run reads its log from a bucket, and replaces the steps that it repeats."""
     path = make_directory('gs://runs/a') / 'metrics.jsonl'
     metrics = MetricsFile(path)
     metrics.append({'step': 1})
