@@ -33,7 +33,7 @@ def written(tmp_path_factory, figures_are_not_rendered):
     lowest_losses = {'qk/vo': 2.0, 'qk/no_o': 2.1, 'qk/no_v': 1.9}
     records = []
     for place, (variant, lowest_loss) in enumerate(lowest_losses.items()):
-        # Losses vary between seeds. Differences from the baseline vary too, by 0.003 * place.
+        # Losses differ between seeds. The differences from the baseline differ between seeds too.
         losses = [lowest_loss + 0.001 * seed + 0.003 * place * (seed % 3) for seed in range(8)]
         for trial in studies.tuned_arm(variant, losses=losses):
             # Each trial has a value of a metric from outside the package.

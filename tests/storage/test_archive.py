@@ -27,11 +27,11 @@ def open_archive(content: bytes) -> Archive:
 def archive_of_member(
     name='a', content=b'text', method=zipfile.ZIP_DEFLATED, kind=stat.S_IFREG
 ) -> bytes:
-    """Returns the bytes of a zip file with one member, which is a file in it by default.
+    """Returns the bytes of a zip file with one member, by default a file with 4 bytes.
 
     Args:
         name: Name of the member.
-        content: Content of the member, by default 4 bytes.
+        content: Content of the member.
         method: How the content is compressed.
         kind: File type of the member, a constant of `stat`.
     """
@@ -197,12 +197,12 @@ def test_a_member_that_is_no_plain_file_of_bounded_size_is_refused(content, mess
 
 
 def test_a_member_that_unpacks_to_more_than_it_declares_takes_no_memory():
-    """A zip bomb is a small archive that unpacks to much more than its directory says."""
-    # The member `a` has 100 MiB of zeros, and declares 10 bytes.
+    """A zip bomb is a small archive that unpacks to much more than it declares."""
+    # The member `a` unpacks to 100 MiB of zeros, but declares 10 bytes.
     bomb = archive_of_member(content=bytes(100 * MIB))
     bomb = with_field(bomb, SIZE, 10)
 
-    # Opening the archive checks its members, and unpacks no more than they declare.
+    # Opening the archive unpacks each member to check it, but stops after the declared size.
     tracemalloc.start()
     with pytest.raises(ReportError, match='member a is damaged .*; restore it from a copy'):
         open_archive(bomb)
@@ -223,7 +223,7 @@ def test_a_member_that_unpacks_to_more_than_it_declares_takes_no_memory():
             id='bit of stored text flipped',
         ),
         pytest.param(with_flipped_bit(zip_bytes(FILES), 45), id='bit of deflated text flipped'),
-        # The text has 4 bytes.
+        # The content really has 4 bytes.
         pytest.param(with_field(archive_of_member(), SIZE, 5), id='5 bytes declared'),
         pytest.param(with_field(archive_of_member(), SIZE, 3), id='3 bytes declared'),
         pytest.param(with_field(archive_of_member(), SIZE, 0), id='0 bytes declared'),

@@ -32,12 +32,12 @@ def test_text_and_bytes_are_written_to_a_bucket(bucket):
 
 
 def test_a_bucket_url_has_the_methods_of_a_path(bucket):
-    """A bucket is an object store without directories. `gs://runs/a/b` is an object of `runs`."""
+    """A bucket has objects but no directories. `gs://runs/a/b` is the object `a/b` of `runs`."""
     path = make_directory('gs://runs/a')
     write_atomic(path / 'b', 'text')
     write_atomic(path / 'c' / 'd', 'text')
 
-    # The names of the objects, a/b and a/c/d, count as paths of files.
+    # The objects are a/b and a/c/d. Their names are read as paths, so `a` has the children b and c.
     names_of_children = sorted(child.name for child in path.iterdir())
     assert names_of_children == ['b', 'c']
     assert path.is_dir()
@@ -46,7 +46,7 @@ def test_a_bucket_url_has_the_methods_of_a_path(bucket):
     matches = [str(match) for match in path.glob('c/*')]
     assert matches == ['gs://runs/a/c/d']
 
-    # A path of a bucket stays as it is.
+    # `as_path` returns a path in a bucket unchanged.
     assert as_path(path / 'b') == path / 'b'
 
 
@@ -61,7 +61,7 @@ def test_listings_of_a_bucket_are_not_cached(bucket):
 
 
 def test_a_file_is_uploaded_whole_or_not_at_all(bucket):
-    """`replacing` gives a temporary file of this machine, and uploads it at the end of a block."""
+    """`replacing` gives a temporary file on this machine, and uploads it when the block ends."""
     path = as_path('gs://runs/model.bin')
     content = bytes(range(256)) * 40_000  # large enough for an upload in several requests
 
@@ -77,7 +77,7 @@ def test_a_file_is_uploaded_whole_or_not_at_all(bucket):
     assert bucket.names('runs') == ['model.bin']
     assert bucket.read('runs', 'model.bin') == content
 
-    # `local_copy` downloads it.
+    # `local_copy` downloads the file.
     with local_copy(path) as local:
         assert local.name == 'model.bin'
         assert local.read_bytes() == content
@@ -99,15 +99,15 @@ def test_an_unusable_bucket_is_refused_in_one_sentence(bucket, url, message):
 
 @pytest.mark.parametrize('server_is', ['silent', 'absent'])
 def test_a_bucket_that_does_not_answer_is_refused_soon(bucket, monkeypatch, server_is):
-    """A bucket is opened by a request to its server, which is given up after PATIENCE seconds.
+    """Opening a bucket sends a request to its server. The request fails after PATIENCE seconds.
 
-    A silent server takes the connection, but does not answer. At the port of an absent server,
-    nobody listens.
+    A silent server accepts the connection, but does not answer. An absent server has closed its
+    port.
     """
     monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
     buckets._client.cache_clear()  # drops the client of the fixture's server
 
-    # The operating system takes connections of a server that never calls `accept`.
+    # The operating system accepts connections, but the server never reads a request.
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setenv('STORAGE_EMULATOR_HOST', f'http://127.0.0.1:{port}')
@@ -119,16 +119,16 @@ def test_a_bucket_that_does_not_answer_is_refused_soon(bucket, monkeypatch, serv
 
 
 def test_a_bucket_without_credentials_is_refused_soon(bucket, monkeypatch, tmp_path):
-    """A bucket of Google needs credentials. The search for them ends after PATIENCE seconds.
+    """A Google bucket needs credentials. The search for credentials ends after PATIENCE seconds.
 
-    The message advises to log in by `gcloud auth`.
+    The message advises the user to log in with `gcloud auth`.
     """
     # Without this variable, the server of the fixture `bucket` is not used.
     monkeypatch.delenv('STORAGE_EMULATOR_HOST', raising=False)
     buckets._client.cache_clear()
     monkeypatch.setattr(buckets, 'PATIENCE', 0.5)
 
-    # No credentials are found in files, variables or the metadata server.
+    # There are no credentials in files, in variables or on the metadata server.
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.setenv('CLOUDSDK_CONFIG', str(tmp_path))
     monkeypatch.delenv('GOOGLE_APPLICATION_CREDENTIALS', raising=False)
@@ -139,7 +139,7 @@ def test_a_bucket_without_credentials_is_refused_soon(bucket, monkeypatch, tmp_p
 
 
 def test_a_lost_connection_is_not_a_wrong_setting(bucket, monkeypatch):
-    """A bucket is opened while its server answers. The server is gone when a file is written."""
+    """The server answers when its bucket is opened, but is gone when a file is written."""
     path = as_path('gs://runs/a')
 
     monkeypatch.setattr(buckets, 'PATIENCE', 0.1)  # seconds
@@ -147,6 +147,6 @@ def test_a_lost_connection_is_not_a_wrong_setting(bucket, monkeypatch):
     bucket.shutdown()
     bucket.server_close()
 
-    # A bucket that cannot be reached at first is a wrong setting, a RunDirectoryError.
+    # If the server were gone when the bucket is opened, the error would be a RunDirectoryError.
     with pytest.raises(ConnectionError, match='gs://runs cannot be reached'):
         write_atomic(path, 'x')

@@ -41,20 +41,19 @@ def permissions(path):
 def test_a_replaced_file_has_the_mode_of_the_umask(file, mask):
     """`replacing` gives a temporary file, which replaces `file` at the end of the block.
 
-    The umask of a user says which permissions the user's files do not have. A file that only its
-    owner can read (0o600) would be of no use to others.
+    The umask is the set of permissions that new files do not get.
     """
-    # A writer that was killed has left its temporary file behind.
+    # A killed writer has left its temporary file behind.
     leftover = file.with_name('file.tmp')
     leftover.touch(0o600)
 
-    # A library in the block replaces the temporary file by one of its own.
+    # A library in the block replaces the temporary file by a file for its owner only (0o600).
     with umask(mask), replacing(file) as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch(0o600)
         temporary.write_text('after')
 
-    # Any user may read and write (0o666), without what the mask takes away.
+    # With 0o666, every user may read and write. The mask takes permissions away.
     assert file.read_text() == 'after'
     assert permissions(file) == 0o666 & ~mask
 
@@ -88,7 +87,7 @@ WRITE_ERRORS = [
 @pytest.mark.parametrize('system_call', ['fsync', 'replace'])
 @pytest.mark.parametrize('code', WRITE_ERRORS)
 def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, system_call, code):
-    """After the block, `replacing` calls os.fsync and os.replace. One of them fails."""
+    """At the end of the block, `replacing` calls os.fsync and os.replace. One call fails."""
 
     def fail(*_):
         raise OSError(code, os.strerror(code))
@@ -107,7 +106,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(file, monkeypatch, system_call
 @pytest.mark.parametrize('is_wrapped', [False, True], ids=['system error', 'error of a library'])
 @pytest.mark.parametrize('code', WRITE_ERRORS)
 def test_a_block_that_cannot_write_leaves_the_file_as_it_was(file, is_wrapped, code):
-    """The block raises the system error, or the error of a library with the system's message."""
+    """The block raises a system error, or a library's error that contains the system's message."""
     message_of_system = os.strerror(code)
     if is_wrapped:
         error = ValueError(f'UNKNOWN: cannot write [OS error {code}: {message_of_system}]')
@@ -199,7 +198,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     ],
 )
 def test_absolute_paths_in_an_argument_are_shortened(tmp_path, monkeypatch, argument, expected):
-    """Paths below the working directory become relative to it, and others their last part."""
+    """A path below the working directory becomes relative. Any other path becomes its last part."""
     working_directory = tmp_path / 'cwd'
     working_directory.mkdir()
     monkeypatch.chdir(working_directory)

@@ -207,7 +207,7 @@ def test_a_holder_gives_up_before_its_lease_expires(disk_storage, clock):
 def test_failed_heartbeats_are_retried_until_they_are_late(
     disk_storage, monkeypatch, clock, frequent_heartbeats
 ):
-    """Heartbeats renew a lease. It is lost when no heartbeat has worked for about EXPIRY seconds.
+    """A lease is lost when no heartbeat has worked for about EXPIRY seconds.
 
     The test makes heartbeats fail, work again, fail again, and come late.
     """
@@ -464,7 +464,7 @@ def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
 ):
     """A lock in a bucket expires 180 s after its last renewal, so this process waits for 180 s.
 
-    Meanwhile, process 12 on the machine `far` renews the lock, which does not expire.
+    Meanwhile, process 12 on the machine `far` renews the lock, so this process is refused.
     """
     lock = bucket_storage.write_lease('lock', age=5.0)
     renewals = []

@@ -30,9 +30,9 @@ def append_line(path, line):
 
 
 def add_run(study, name):
-    """Writes a run of a study: its line of the plan, its result, and its logs.
+    """Adds a run to a study: a line of the plan, a result, and logs.
 
-    The result has a loss, and a value of a metric from outside the package, top_3.
+    The result has a loss, and a value of top_3, a metric from outside the package.
     """
     result = {
         'run': name,
@@ -62,7 +62,7 @@ def study_with_a_look(tmp_path):
 
 @pytest.fixture
 def extended_study(study_with_a_look):
-    """A study to which two arms were added after a look; uncommitted code was accepted."""
+    """A study with two arms that were added after a look, and with accepted uncommitted code."""
     study = study_with_a_look
     (study / 'study.json').write_text(json.dumps(LARGER_STUDY))
     ledger.declare(study, LARGER_STUDY)
@@ -92,6 +92,7 @@ def test_a_ledger_has_an_entry_for_each_event(extended_study):
 def test_a_ledger_is_summed_up_by_its_properties(extended_study):
     kept = read_ledger(extended_study)
 
+    # Two arms, qk/no_o and qk/no_v, are neither the baseline nor controls.
     assert kept.family == 2
     assert kept.accepted == {'uncommitted': 'a typo in docs'}
     assert kept.first_look == kept.entries[1]['time']
@@ -139,23 +140,23 @@ def test_a_look_at_unchanged_results_is_not_recorded(extended_study):
 
 
 def test_a_look_at_changed_results_is_recorded(extended_study):
-    """A ledger records each look, a reading of the results of a study.
+    """A look is a reading of the results of a study.
 
-    `record_look` returns whether it recorded a look, which it does where results have changed.
+    `record_look` records a look only if the study has changed, and returns whether it did.
     """
-    # After look 1, arms were added to study.json. So this is look 2.
+    # Look 2: arms were added to study.json after look 1.
     assert ledger.record_look(extended_study)
 
-    # A run is planned, which is look 3.
+    # Look 3: a run is planned.
     append_line(extended_study / 'plan.jsonl', {'run': 'b', 'directory': 'runs/b'})
     assert ledger.record_look(extended_study)
 
-    # The run has losses of documents, which is look 4. Then nothing has changed.
+    # Look 4: the run has losses of documents. Then nothing changes, so there is no look.
     write_atomic(extended_study / 'runs/b/documents.json', '{}')
     assert ledger.record_look(extended_study)
     assert not ledger.record_look(extended_study)
 
-    # Training losses are not results, but evaluations are, which is look 5.
+    # Look 5: the run has an evaluation. Training losses are no results, so they make no look.
     metrics = extended_study / 'runs/b/metrics.jsonl'
     write_atomic(metrics, '{"kind": "train", "loss": 2.0}\n')
     assert not ledger.record_look(extended_study)
@@ -229,6 +230,7 @@ def assert_ledger_is_refused(study, problem):
 )
 def test_a_ledger_that_was_changed_names_the_line(extended_study, change, problem):
     path = extended_study / 'ledger.jsonl'
+    # `change` gets the four lines of the ledger.
     lines = path.read_text().splitlines(keepends=True)
     changed_lines = change(*lines)
     path.write_text(''.join(changed_lines))

@@ -31,9 +31,9 @@ def run_path(request, tmp_path):
 
 
 def test_a_directory_has_one_owner(run_path):
-    """The directory of a run is locked by the process that trains it.
+    """The process that trains a run owns the run's directory.
 
-    A second opening is refused with the name of the owner, which here is this process.
+    Opening the directory again is refused. The message names the owner, which is this process.
     """
     owner = f'^workdir={run_path} is in use by process {os.getpid()} on '
 
@@ -43,25 +43,25 @@ def test_a_directory_has_one_owner(run_path):
         with pytest.raises(InUseError, match=owner):
             RunDirectory(run_path, CONFIG)
 
-    # Once it is closed, it may be opened again, with the metrics that were written.
+    # A closed directory may be opened again, and has the metrics that were written.
     with RunDirectory(run_path, CONFIG) as reopened:
         assert reopened.metrics.last_step == 5
 
 
 def test_unfinished_files_are_removed_at_a_start(tmp_path, monkeypatch):
-    """A start of a run removes temporary files that a killed process left in its directory.
+    """The start of a run removes temporary files that a killed process left in its directory.
 
-    `write_atomic` writes a hidden temporary file, and renames it at last by `os.replace`.
+    `write_atomic` writes a hidden file, and then renames this file with `os.replace`.
     """
     RunDirectory(tmp_path, CONFIG).close()
-    # Without the renaming, the temporary file stays, as after a process was killed.
+    # Without the renaming, the hidden file stays. A killed process leaves the same.
     with monkeypatch.context() as patch:
         patch.setattr(os, 'replace', lambda *_: None)
         write_atomic(tmp_path / 'result.json', '[]')
     hidden_files = list(tmp_path.glob('.*'))
     assert hidden_files != []
 
-    # The next start of the run removes it.
+    # The next start of the run removes the hidden file.
     RunDirectory(tmp_path, CONFIG).close()
 
     hidden_files = list(tmp_path.glob('.*'))
@@ -84,10 +84,10 @@ def test_an_owner_whose_lease_was_taken_over_writes_no_metrics(bucket, monkeypat
         # In a bucket, records stay in memory until the directory is closed.
         first.metrics.append({'step': 5})
 
-        # The lease of the first owner expires. An owner goes by the clock of its process.
+        # The lease of the first owner expires. The first owner sees this on its own clock.
         clock = leases.seconds
         monkeypatch.setattr(leases, 'seconds', lambda: clock() + leases.EXPIRY)
-        # Other processes go by the age of the lock in the bucket.
+        # Other processes see the age of the lock in the bucket.
         bucket.set_age('runs', 'a/lock', leases.EXPIRY + 1)
 
         # So a second owner takes over, and writes its record when its block ends.
@@ -110,16 +110,16 @@ CHANGED_CONFIG = dataclasses.replace(
 
 
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
-    """The directory of a run stores its configuration, and no other one may continue the run.
+    """A run can only be continued with the config that its directory stores.
 
-    CHANGED_CONFIG also has another mesh, a setting of the machine, which may differ.
+    Settings of the machine may differ. Of these, CHANGED_CONFIG changes the mesh.
     """
     RunDirectory(tmp_path, CONFIG).close()
 
     with pytest.raises(ConfigError) as refusal:
         RunDirectory(tmp_path, CHANGED_CONFIG)
 
-    # Between a heading and an advice, each line is FIELD: STORED VALUE -> OTHER VALUE.
+    # The message has a heading, lines `FIELD: STORED VALUE -> NEW VALUE`, and a line of advice.
     _, *field_lines, _ = str(refusal.value).splitlines()
     assert field_lines == [
         '  model.d_model: 128 -> 64',
@@ -129,7 +129,7 @@ def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
 
 
 def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
-    """The directory of a run stores its configuration, and is not opened with another one."""
+    """The directory of a run stores the config, and is not opened with another config."""
     config_file = tmp_path / 'config.json'
     RunDirectory(tmp_path, CONFIG).close()
     before = config_file.read_bytes()
@@ -137,7 +137,7 @@ def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
     with pytest.raises(ConfigError):
         RunDirectory(tmp_path, CHANGED_CONFIG)
 
-    # The directory is not locked, so its own configuration may open it.
+    # The refused process holds no lock, so the directory can be opened with the stored config.
     RunDirectory(tmp_path, CONFIG).close()
     assert config_file.read_bytes() == before
     stored = read_json(config_file, {})
@@ -153,7 +153,7 @@ def test_a_refused_config_leaves_the_directory_as_it_was(tmp_path):
     ],
 )
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, content, message):
-    """A run may not begin beside a damaged config, checkpoints without a config, or a study."""
+    """A run may not start where there is a damaged config, a study, or only checkpoints."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -161,7 +161,7 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path, name, conten
     with pytest.raises(ConfigError, match=message):
         RunDirectory(tmp_path, CONFIG)
 
-    # Beside the file that was there, only the lock file was written.
+    # Only the lock file was added.
     name_in_directory, _, _ = name.partition('/')
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {name_in_directory, 'lock'}
@@ -173,8 +173,8 @@ def read_starts(directory):
 
 
 def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
-    """The provenance of a run is how, when, and with which software and devices it was started."""
-    # A run is started twice: by a script of experiments, and by the program qkattn.
+    """Provenance is the command, time, software and devices of each start of a run."""
+    # The run is started by a module of experiments, and then by the program qkattn.
     python = '/bin/python3'
     monkeypatch.setattr(sys, 'orig_argv', [python, '-m', 'experiments.train', '--workdir=w'])
     RunDirectory(tmp_path, CONFIG).close()
@@ -183,7 +183,7 @@ def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
 
     first, second = read_starts(tmp_path)
 
-    # Commands are stored as a user types them, without paths of programs.
+    # Commands are stored without the paths of programs.
     assert first['command'] == ['python', '-m', 'experiments.train', '--workdir=w']
     assert second['command'] == ['qkattn', 'train']
 
@@ -194,10 +194,9 @@ def test_provenance_gains_one_entry_per_start(tmp_path, monkeypatch):
 
 
 def test_provenance_has_hashes_of_imported_outside_modules(tmp_path, outside):
-    """A run stores a hash of each module from outside the package that it has imported.
+    """A run stores a hash of each imported module from outside the package.
 
-    The config names two: an optimizer of the module `lion`, and a schedule of `cooldown`. The
-    fixture `outside` is their directory.
+    The config names the modules `lion` and `cooldown`, which are in the directory `outside`.
     """
     config = Config(
         optimizer=OptimizerConfig(name='lion:lion(b2=0.9)', schedule='cooldown:cooldown')
@@ -220,7 +219,7 @@ def make_package(directory):
 
 
 def commit_package(package):
-    """Makes a repository of the package; returns its first commit."""
+    """Makes a git repository of the package, and returns its first commit."""
     git(package, 'init', '-q')
     git(package, 'add', '.')
     git(package, 'commit', '-qm', 'first')

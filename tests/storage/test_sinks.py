@@ -48,9 +48,9 @@ def read_events(path: Path) -> Iterator[Any]:
 
 
 def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
-    """Reads the event files of a trial, as TensorBoard does.
+    """Reads the event files of a trial like TensorBoard.
 
-    A run writes an event file at each start. A resumed run repeats steps of the file before.
+    Each start of a run writes an event file. A resumed run may repeat steps of an earlier file.
 
     Returns:
         {name: {step: value}}, such as {'train/loss': {1: 4.1, 2: 4.0}}.
@@ -60,7 +60,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
     paths = sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns)
     for path in paths:
         for event in read_events(path):
-            # Each start writes this event with its first step. It removes later values.
+            # Each start writes this event with its first step. It drops older values from there.
             if event.HasField('session_log'):
                 for values in series.values():
                     for step in list(values):
@@ -68,7 +68,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
                             del values[step]
             for value in event.summary.value:
                 values = series.setdefault(value.tag, {})
-                # No value is replaced in silence.
+                # All other values have different steps.
                 assert event.step not in values
                 values[event.step] = value.simple_value
     return series
@@ -93,7 +93,7 @@ class WritingSink:
 
 
 def read_written(directory: Path) -> list[Any]:
-    """What a `WritingSink` has written."""
+    """The lines that a `WritingSink` has written."""
     lines = (directory / 'written').read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -106,7 +106,7 @@ def test_sinks_do_not_change_the_fingerprint(sinks):
 
 
 def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
-    """A sink receives the records of a run, as a logger such as TensorBoard does.
+    """A sink, such as TensorBoard, receives the records of a run.
 
     The run has four trials. The sink of this test writes [step, {KIND/NAME: values}] to a file.
     """
@@ -128,7 +128,7 @@ def test_a_sink_gets_the_values_of_the_trials_until_it_is_closed(tmp_path):
 
     train_line, final_line, last_line = read_written(tmp_path)
     assert train_line == [2, {'train/loss': [0, 1, 2, 3]}]
-    # Only lists of numbers are given to sinks, with NaN for a trial that has diverged.
+    # Sinks get only the lists of numbers. NaN stands for the trial that has diverged.
     nan = pytest.approx(np.nan, nan_ok=True)
     assert final_line == [2, {'final/val_loss': [1.5, nan, 2.5, 3.5]}]
     assert last_line == 'closed'
@@ -141,7 +141,7 @@ def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
     sinks.write({'kind': 'train', 'step': 2, 'tokens_per_second': 3.5, 'mfu': 0.25})
     sinks.close()
 
-    # The sink has written [step, values] and a line at its end.
+    # The sink has written [step, values], and a last line when it was closed.
     first_line, _ = read_written(tmp_path)
     step, values = first_line
     assert step == 2
@@ -152,9 +152,9 @@ def test_a_sink_gets_a_speed_of_the_run_for_each_trial(tmp_path):
 
 
 def test_a_sink_that_fails_is_dropped(tmp_path, caplog):
-    """A sink receives the records of a run, as TensorBoard does.
+    """A sink, such as TensorBoard, receives the records of a run.
 
-    The first of two sinks fails at step 1. It is not called at step 2, and not closed.
+    The first of two sinks fails at step 1. This sink is then neither called nor closed.
     """
     sinks = open_sinks(tmp_path, f'{WRITING_SINK}(fails_at=1)', 'tensorboard')
 
@@ -168,7 +168,7 @@ def test_a_sink_that_fails_is_dropped(tmp_path, caplog):
     warning = 'failed, and the run continues without it: OSError: no room'
     assert caplog.text.count(warning) == 1
 
-    # The other sink goes on.
+    # The other sink continues.
     values = tensorboard_values(tmp_path / 'tensorboard' / LAST_TRIAL)
     assert values == {'train/loss': {1: 1.0, 2: 2.0}}
 
@@ -178,10 +178,10 @@ def test_a_single_trial_has_no_name():
 
 
 def test_a_resumed_run_repeats_no_event(tmp_path):
-    """A run is killed at step 6, and resumes at step 4. TensorBoard shows each step once."""
+    """A run is killed at step 6, and resumes after step 4. TensorBoard shows each step once."""
 
     def write_losses(first_step, last_step, offset):
-        """Starts the run at a step, with the loss `offset` + step at each step."""
+        """Starts the run at `first_step`. The loss at each step is `offset` + step."""
         sinks = open_sinks(tmp_path, 'tensorboard', config=Config(), step=first_step - 1)
         for step in range(first_step, last_step + 1):
             sinks.write({'kind': 'train', 'step': step, 'loss': [offset + step]})
@@ -190,7 +190,7 @@ def test_a_resumed_run_repeats_no_event(tmp_path):
     # The run is killed, so its sinks are not closed.
     write_losses(first_step=5, last_step=8, offset=100)
 
-    # From step 5 on, the losses are those of the second start.
+    # From step 5 on, the losses are from the second start.
     values = tensorboard_values(tmp_path / 'tensorboard')['train/loss']
     assert values == {1: 1, 2: 2, 3: 3, 4: 4, 5: 105, 6: 106, 7: 107, 8: 108}
 
@@ -242,7 +242,7 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
         sinks = open_sinks(tmp_path, 'wandb(project="x")', step=start)
         run_ids.append(wandb.run.id)
         assert wandb.run.project == 'x'
-        # The width of the default config.
+        # The default config has d_model = 128.
         assert wandb.run.config['model']['d_model'] == 128
 
         # The loss of the run's four trials equals the step.
@@ -252,7 +252,7 @@ def test_wandb_continues_the_run_of_its_directory_offline(tmp_path, monkeypatch)
         assert wandb.run.summary[f'train/loss/{LAST_TRIAL}'] == start + 1
         sinks.close()
 
-    # Both starts have the stored ID. Offline, wandb writes a file for each start.
+    # Both starts use the stored ID. Offline, wandb writes a file for each start.
     stored_id = (tmp_path / 'wandb/id').read_text()
     assert run_ids == [stored_id, stored_id]
     files = list(tmp_path.glob('wandb/offline-run-*/*.wandb'))
