@@ -50,8 +50,8 @@ def records_of_every_decision():
 def records_of_a_scaling_law(multiplier):
     """Returns trials of the baseline qk/vo and the arm b/vo at four sizes.
 
-    The loss of a model with N parameters is 1.5 + 30 * N**-0.3, plus or minus up to 1e-4 for each
-    seed. A parameter of b/vo is worth `multiplier` parameters of the baseline.
+    A model with N parameters has the loss 1.5 + 30 * N**-0.3. Seeds change it by at most 1e-4. A
+    parameter of b/vo is worth `multiplier` parameters of the baseline.
     """
     worth_of_a_parameter = {'qk/vo': 1.0, 'b/vo': multiplier}
     records = []
@@ -124,8 +124,8 @@ def records_of_controlled_arms():
 def write_controlled_study(directory):
     """Writes a study with controls, and with an arm that was added after a look.
 
-    A look is a reading of the results. The ledger records looks and declared arms in their order,
-    so the report can mark arms that were added after a look.
+    A look is a reading of the results. The ledger records looks and new arms in their order, so
+    arms that were added after a look can be marked.
 
     Returns:
       `directory`. The arms of the study are CONTROLLED_ARMS.

@@ -1,4 +1,4 @@
-"""What the figures show, read from the matplotlib objects; that they are legible; their files."""
+"""Figures: what the matplotlib objects show, whether texts are legible, and the files."""
 
 import itertools
 import sys
@@ -97,6 +97,7 @@ def drawn(tmp_path_factory):
 def test_a_forest_shows_every_declared_arm(drawn):
     (ax,) = drawn.figure_by_name['verdicts'].axes
 
+    # Lines are sorted by mean. Arms without a mean are last.
     finished = ['good/vo', 'half/vo', 'same/vo', 'wide/vo', short(LONG, 44), 'bad/vo', 'far/vo']
     assert row_names(ax) == [*finished, 'lost/vo', 'late/vo']
     texts = [text.get_text() for text in ax.texts]
@@ -349,13 +350,13 @@ def test_text_is_legible_on_a_narrow_screen(drawn):
         texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
         assert len(texts) > 5
         assert figure.get_figwidth() == WIDTH
-        pixels_per_point = figure_width / WIDTH / 72
+        pixels_per_point = figure_width / WIDTH / 72  # WIDTH is in inches of 72 points
         for text in texts:
             assert text.get_fontsize() * pixels_per_point >= 11, (stem, text)
 
 
 def test_everything_drawn_is_within_its_figure(drawn):
-    tolerance = 0.01
+    tolerance = 0.01  # inches
     for stem, figure in drawn.figure_by_name.items():
         content = figure.get_tightbbox()
         page = figure.bbox_inches

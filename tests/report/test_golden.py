@@ -1,4 +1,4 @@
-"""Reports of three small studies and the sentence of every code, word for word; other sentences.
+"""Reports of three small studies and the sentence of every code, word for word.
 
 Where a change of the report is meant, write the golden files again and read what has changed:
 
@@ -415,7 +415,7 @@ def write_one_seed(directory: Path) -> Path:
 
 
 def write_other_documents(directory: Path) -> Path:
-    """Writes a study of three seeds whose arms were evaluated on different documents."""
+    """Writes a study of three seeds. The arms were evaluated on different documents."""
     write_several_seeds(directory)
     records_of_b = [trial_record('b/vo', seed=seed) for seed in range(3)]
     run_of_b = directory / records_of_b[0]['run']
@@ -424,7 +424,7 @@ def write_other_documents(directory: Path) -> Path:
 
 
 def write_screened(directory: Path) -> Path:
-    """Writes a tuned study whose screening has begun and whose verdict runs have no results."""
+    """Writes a tuned study with results of screening trials, but none of verdict trials."""
     screening = []
     for variant in ('qk/vo', 'b/vo'):
         trials = tuned_arm(variant, losses=(2.0,), rates=RATES[:2])
@@ -604,7 +604,7 @@ def decided_page(tmp_path_factory):
 
 
 def test_the_first_table_of_a_page_has_what_a_reader_looks_at_first(decided_page):
-    """The first table has few columns. A later table of the page has all of them."""
+    """The first table has few columns. A later table of the page has all columns."""
     heads = re.findall(r'<table class="">\n<thead>(.*?)</thead>', decided_page, re.DOTALL)
     head_of_first_table = heads[0]
     # Each title follows a tag <th ...>. The text before the first tag is no title.
@@ -655,7 +655,7 @@ def test_a_list_has_every_arm_below_its_verdict(decided_page):
 
 
 def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
-    """A scaling law gives the loss of a model with N parameters, such as 1.5 + 30 * N**-0.3.
+    """A scaling law is a formula for the loss at N parameters, such as 1.5 + 30 * N**-0.3.
 
     If the sizes of the study do not determine the exponent, the exponent is loose. The report then
     shows the reason instead of the numbers of the law.

@@ -62,7 +62,7 @@ W_K, B4 and GPT-2 (Shazeer 2019, arXiv 1911.02150)
 
 @pytest.fixture
 def numbers_toml(tmp_path):
-    """A numbers.toml beside pages and logs that agree with it."""
+    """The path of numbers.toml, in a directory of pages and logs that agree with the file."""
     (tmp_path / 'docs').mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

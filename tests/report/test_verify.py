@@ -315,7 +315,7 @@ def test_an_export_may_be_made_again(written, tmp_path, monkeypatch):
 def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
     """A headline is the table of a study in a page, between two comments.
 
-    `check_page` compares each headline with its study, or writes it. It returns their number.
+    `check_page` compares each headline with its study, or writes it. It returns how many there are.
     """
     # The first comment names the directory of the study, `kept`. The page lacks the table.
     page = tmp_path / 'README.md'

@@ -45,7 +45,7 @@ def archive_of_member(
 
 
 def with_field(content: bytes, field: tuple[int, str], value: int) -> bytes:
-    """Sets a field of all members in a zip file, as in with_field(content, FLAGS, 1)."""
+    """Sets a field of all members in a zip file, for example FLAGS or SIZE."""
     offset, form = field
     changed = bytearray(content)
     signature = b'PK\1\2'  # starts each entry of the central directory

@@ -1,7 +1,7 @@
 """Leases and locks, on a disk and in a bucket: processes that race and pause, clocks set by hand.
 
-Expiries are long, heartbeats frequent and ages written to the files, so that a busy machine does
-not change what is seen.
+The tests write ages to the files, with long expiries and frequent heartbeats. A busy machine then
+does not change the outcome.
 """
 
 import contextlib
@@ -54,8 +54,7 @@ class Storage:
     ) -> Path:
         """Writes a lease of process 12 on the machine `far`, and returns its path.
 
-        A lease is a lock file. Its holder renews the lease by heartbeats, so that it does not
-        expire.
+        A lease is a lock file, which expires unless its holder renews it by heartbeats.
 
         Args:
             run: Name of the run that the holder may train.
@@ -115,7 +114,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Sets the clock of leases ahead, as in clock.seconds_ahead += 90.0."""
+    """Sets the clock of leases ahead, for example by `clock.seconds_ahead += 90.0`."""
     clock = Clock()
     seconds = leases.seconds
     monkeypatch.setattr(leases, 'seconds', lambda: seconds() + clock.seconds_ahead)
@@ -176,7 +175,7 @@ def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch
     """
     next_number = 0
     if before == 'expired leases':
-        # On a disk, leases of a run are numbered. The expired ones are 9 and 10.
+        # On a disk, leases of a run are numbered. The expired leases have the numbers 9 and 10.
         write_expired_leases(storage)
         next_number = 11
     leases_of_other_machine = []
@@ -349,8 +348,8 @@ def test_the_lease_of_a_killed_process_is_free_at_once(storage):
 def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry, is_held):
     """A lease is free if its last renewal was more than `expiry` seconds ago.
 
-    The last renewal was `age` seconds ago on the storage's clock, or in the future for a negative
-    age. This machine's clock is an hour ahead, which must not matter.
+    The last renewal was `age` seconds ago on the storage's clock. A negative age means a renewal in
+    the future. This machine's clock is an hour ahead, which must not matter.
     """
     if storage.in_bucket:
         # The clock of the bucket is 10 hours ahead.
@@ -462,9 +461,9 @@ def assert_waiting_is_logged(caplog):
 def test_a_lock_of_another_machine_is_refused_while_it_is_renewed(
     bucket_storage, caplog, monkeypatch, clock
 ):
-    """A lock in a bucket expires 180 s after its last renewal, so this process waits for 180 s.
+    """A lock in a bucket expires 180 s after its last renewal.
 
-    Meanwhile, process 12 on the machine `far` renews the lock, so this process is refused.
+    This process waits for 180 s. Meanwhile, process 12 on the machine `far` renews the lock.
     """
     lock = bucket_storage.write_lease('lock', age=5.0)
     renewals = []

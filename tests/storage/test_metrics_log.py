@@ -180,7 +180,7 @@ def test_damage_after_the_checkpoint_is_dropped_with_a_warning(path, caplog, tai
 
     MetricsFile(path).rewind(2, written=written)
 
-    # All lines after the checkpoint are dropped. The warning names the damaged one.
+    # All lines after the checkpoint are dropped. The warning names the damaged line.
     assert path.read_bytes() == before
     assert len(caplog.messages) == 1
     warning = caplog.messages[0]

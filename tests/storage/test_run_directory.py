@@ -259,6 +259,7 @@ def test_the_git_state_counts_a_new_file_with_a_name_in_latin_1(tmp_path):
     commit = commit_package(package)
     git(package, 'config', 'core.quotePath', 'false')
 
+    # With quotePath off, git prints the byte 0xe9 of the name as it is, which is no UTF-8.
     name = os.fsdecode(b'caf\xe9')
     (package / name).touch()
 

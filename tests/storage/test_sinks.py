@@ -60,7 +60,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
     paths = sorted(directory.glob('events.*'), key=lambda path: path.stat().st_mtime_ns)
     for path in paths:
         for event in read_events(path):
-            # Each start writes this event with its first step. It drops older values from there.
+            # Each start writes this event with its first step, and replaces later values.
             if event.HasField('session_log'):
                 for values in series.values():
                     for step in list(values):
@@ -68,7 +68,7 @@ def tensorboard_values(directory: Path) -> dict[str, dict[int, float]]:
                             del values[step]
             for value in event.summary.value:
                 values = series.setdefault(value.tag, {})
-                # All other values have different steps.
+                # Apart from that, each step has one value.
                 assert event.step not in values
                 values[event.step] = value.simple_value
     return series
