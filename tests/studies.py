@@ -44,9 +44,16 @@ def trial_record(
     d_model: int = 128,
     **changes: object,
 ) -> dict:
-    """A line of results.jsonl; `changes` replaces or adds fields.
+    """Returns a line of results.jsonl.
 
-    A trial whose `val_loss` is None has diverged.
+    Args:
+        variant: Variant of the arm.
+        size: Size of the arm.
+        seed: Seed of the trial.
+        learning_rate: Learning rate of the trial.
+        val_loss: Validation loss in nats/token. None if the trial diverged.
+        d_model: Width of the model.
+        **changes: Fields that replace others or are added.
     """
     key = {
         'variant': variant,
@@ -120,13 +127,13 @@ def trial_record(
 
 
 def result_record(**changes: object) -> dict:
-    """A trial as result.json has it, without what a study adds."""
+    """A trial as result.json has it, without the fields `OF_STUDY`, which a study adds."""
     record = trial_record('qk/vo', **changes)
     return {name: value for name, value in record.items() if name not in OF_STUDY}
 
 
 def outside_record(variant: str, top: float | None = 0.75, **changes: object) -> dict:
-    """A trial with a metric from outside the package, top_3; None where the trial diverged."""
+    """A trial whose metric top_3, from outside the package, is `top`, or None if it diverged."""
     metric = Metric('top_3', 'score', 'Share of the first three.', unit='%', scale=100, logged=True)
     record = trial_record(variant, **changes)
     record |= describe_outside_metrics({'top_3': metric})
@@ -167,10 +174,10 @@ def tuned_arm(
     Args:
         variant: Variant of the arm.
         size: Size of the arm.
-        losses: Validation losses of the verdict trials, in the order of `seeds`. None is a trial
-            that diverged. Fewer losses than seeds make fewer trials.
-        optimum: Learning rate with the lowest screening loss. The lowest screening loss is the
-            lowest of `losses`, or 2.0 if all verdict trials diverged.
+        losses: Validation losses of the verdict trials, in the order of `seeds`. None means that
+            the trial diverged. With fewer losses than seeds, the last seeds have no trial.
+        optimum: Learning rate with the lowest screening loss. That loss is min(losses), or 2.0 if
+            all losses are None.
         rates: Learning rates of the screening.
         diverged_rates: Rates at which screening trials diverge.
         learning_rate: Learning rate of the verdict; None means `optimum`.
@@ -202,14 +209,13 @@ def tuned_arm(
 def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Path:
     """Writes a study whose learning rates are tuned, and its yardsticks. Returns its directory.
 
-    Each arm has trials at the learning rates `RATES`, with the seeds `SCREENING_SEEDS`. A grid may
-    not get more rates. A yardstick is the loss of a simple model, which all baselines beat here.
+    A yardstick is the loss of a simple model. By default, every baseline beats it.
 
     Args:
         directory: Directory of the study.
         records: Trials of all arms, as `tuned_arm` makes them.
-        **keywords: `yardsticks={...}` are keywords of `write_yardsticks`. `tuning__seeds=...` sets
-            `seeds` of the tuning. All others are keywords of `write_study`.
+        **keywords: `yardsticks={...}` has keywords of `write_yardsticks`. A prefix `tuning__`, as
+            in `tuning__seeds=...`, sets a field of the tuning. All others go to `write_study`.
     """
     yardsticks = keywords.pop('yardsticks', {})
 
@@ -220,7 +226,7 @@ def write_tuned(directory: Path, records: list[dict], **keywords: object) -> Pat
         'learning_rates': list(RATES),
         'weight_decays': [0.1],
     }
-    # All other settings that could be tuned have one value, so they are not.
+    # Each other setting that a study can tune has a single value, so only the rate is tuned.
     for knob in MODEL_KNOBS:
         tuning[f'{knob}s'] = [1.0]
     for keyword in list(keywords):
@@ -243,14 +249,13 @@ def write_study(
     num_documents: int = 100,
     **changes: object,
 ) -> Path:
-    """Writes the study that `records` make up.
+    """Writes the files of a study, with these records as its results.
 
     Args:
         directory: Directory of the study.
         records: Lines of results.jsonl.
         baseline: Variant that all others are compared with.
-        declared: Further planned runs without results: (variant, size) or (variant, size, stage,
-            knob).
+        declared: Planned runs without results, as (variant, size) or (variant, size, stage, knob).
         num_evals: Evaluations in each run's metrics.jsonl.
         num_documents: Documents in each run's documents.json.
         **changes: Fields of study.json. The ledger declares them too, except `arms`.
@@ -265,7 +270,7 @@ def write_study(
     arms = []
     for line in plan:
         arm = {field: line[field] for field in ARM_KEY}
-        # Arms that are trained longer are planned once others have results, so never declared.
+        # study.json lists no arms that are trained longer, as they depend on earlier results.
         if line['control'] != 'longer' and arm not in arms:
             arms.append(arm)
 
@@ -311,7 +316,7 @@ def distinct(names: Iterable[str]) -> list[str]:
 
 
 def by_run(records: list[dict]) -> dict[str, list[dict]]:
-    """Groups records by the run that they are of."""
+    """Groups records by their field `run`."""
     runs: dict[str, list[dict]] = {}
     for record in records:
         runs.setdefault(record['run'], []).append(record)
@@ -319,7 +324,7 @@ def by_run(records: list[dict]) -> dict[str, list[dict]]:
 
 
 def named_by_hash(records: list[dict]) -> list[dict]:
-    """The records with the hash of its config as the name of each run, which plans have."""
+    """Copies of the records, where each run is named by its config's hash, as in a real plan."""
     hash_by_run = {}
     for run, trials in by_run(records).items():
         hash_by_run[run] = fingerprint(run_config(trials[0], trials))
@@ -331,9 +336,10 @@ def named_by_hash(records: list[dict]) -> list[dict]:
 
 
 def run_name(variant: str, size: str, *rest: str | None) -> str:
-    """The directory of a run; the rest is its stage, knob, corpus and control, in any order.
+    """The directory of a run. `rest` is its stage, knob, corpus and control, in any order.
 
-    Defaults leave no trace: ('a/b', 'd=8', 'single', None) gives 'a_b-d_8-3'.
+    Defaults are left out, and the length of the variant is added at the end. For example,
+    ('a/b', 'd=8', 'single', None) gives 'a_b-d_8-3'.
     """
     parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
     joined = '-'.join(parts)
@@ -345,9 +351,9 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
     """Returns the config of a run, as a study plans it.
 
     Args:
-        record: A trial of the run, which gives its model, corpus and number of steps.
-        trials: All trials of the run, which give its seeds, learning rates and weight decays.
-            Without trials, the run has those that a study plans by default.
+        record: A trial of the run. The config has its model, corpus and number of steps.
+        trials: All trials of the run. The config has their seeds, learning rates and weight decays.
+            Without trials, it has `VERDICT_SEEDS`, `RATES` and the weight decay 0.1.
     """
     settings_of_trials = {
         'seed': VERDICT_SEEDS,
@@ -360,8 +366,8 @@ def run_config(record: Mapping, trials: Sequence[Mapping] = ()) -> Config:
             distinct_values = dict.fromkeys(values)  # in order
             settings_of_trials[name] = tuple(distinct_values)
 
-    # A variant is SCORE/VALUE, perhaps with settings and a destination behind it. For example,
-    # 'qk/vo?norm=rmsnorm [d_ff]' has the score 'qk' and the value 'vo'.
+    # Settings and a destination may follow SCORE/VALUE. For example, 'qk/vo?norm=rmsnorm [d_ff]'
+    # has the score 'qk' and the value 'vo'.
     names, _, _ = record['variant'].partition('?')
     names, _, _ = names.partition(' ')
     score, _, value = names.partition('/')
@@ -382,7 +388,7 @@ def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
         record: A trial of the run.
         trials: All trials of the run. Without any, the run has no results yet.
     """
-    # Other arms are widened or narrowed (`d_model`) to the baseline's number of parameters.
+    # All other arms get the baseline's number of parameters by another `d_model`.
     has_shape_of_baseline = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'
     return {
         **{field: record[field] for field in RUN_KEY},
@@ -404,10 +410,10 @@ def write_lines(path: Path, records: Sequence[Mapping]) -> None:
 
 
 def edit_plan(directory: Path, run: str, **changes: object) -> None:
-    """Changes the line of a run in plan.jsonl, where a study plans its runs.
+    """Changes the line of a run in the plan of a study, plan.jsonl.
 
     For example, `stage='verdict'` changes a field of the line. `train__num_steps=8` changes the
-    setting train.num_steps of its config.
+    setting train.num_steps in the config of the line.
     """
     lines = read_lines(directory / 'plan.jsonl')
     (line,) = [line for line in lines if line['run'] == run]
@@ -425,19 +431,19 @@ def edit_plan(directory: Path, run: str, **changes: object) -> None:
 def write_metrics(directory: Path, records: list[dict], num_evals: int) -> None:
     """Writes metrics.jsonl of a run, in which losses fall to the `val_loss` of each trial.
 
-    The trials of a run are trained together. So a line has a list with the loss of each trial. A
-    trial whose `val_loss` is None has diverged. Its loss is 3.5 twice, and then null.
+    Each line has a list with the loss of each trial. If `val_loss` is None, the trial has diverged:
+    its loss is 3.5 in the first two evaluations, then null.
 
     Args:
         directory: Directory of the run.
         records: A record for each trial of the run.
-        num_evals: Evaluations, at equal distances. The last one is at the last step.
+        num_evals: Number of evaluations, at equal distances. The last one is at the last step.
     """
     first = records[0]
-    # Metrics beside the loss have their final values in every evaluation.
+    # All metrics except the loss have their final values in every evaluation.
     logged = logged_fields(metrics_of(first), corpora_of(first))
     scores = {field: [record.get(field) for record in records] for field in logged}
-    # Without any trial that has bits/byte, the field is null instead of a list.
+    # If no trial has bits/byte, the field is null instead of a list.
     have_bits = any(record['val_bits_per_byte'] is not None for record in records)
     final_losses = [record['val_loss'] for record in records]
 
@@ -475,19 +481,19 @@ def write_documents(
 ) -> None:
     """Writes documents.json of a run: the loss of each trial on each evaluated document.
 
-    The mean over all tokens is the loss in the record of the trial. C is the number of documents.
-    Even documents are harder than odd ones, by the same amount in every trial. Without shifts, a
-    difference of two runs is the same on every document.
+    The mean over all tokens is the loss in the record of the trial. Even documents have a higher
+    loss than odd ones, by 0.2 nats/token in every trial. Without shifts, two runs therefore differ
+    equally on all documents.
 
     Args:
         directory: Directory of the run.
         records: A record for each trial of the run.
         number: Documents of each split.
-        shifts: Added to the loss of each test document, in nats/token. They change no mean, because
-            their own mean over all tokens is subtracted.
+        shifts: Added to the losses of the C test documents, in nats/token. The mean of the shifts
+            over all tokens is subtracted, so the mean loss stays the same.
     """
     place_C = np.arange(number)
-    weights_C = 10 + place_C % 5  # lengths of documents are in these proportions
+    weights_C = 10 + place_C % 5  # lengths of documents are proportional to these weights
     content = {}
     for split, loss_field, num_tokens, shifts_C in (
         ('validation', 'val_loss', records[0]['eval_tokens'], 0.0),
@@ -500,7 +506,7 @@ def write_documents(
         tokens_C = num_tokens * weights_C // weights_C.sum()
         tokens_C[-1] += num_tokens - tokens_C.sum()  # what rounding left over
 
-        # What the loss of a document exceeds the loss of the trial by, in nats/token.
+        # The loss of each document minus the loss of the trial, in nats/token.
         excess_C = 0.1 * (-1.0) ** place_C + shifts_C
         excess_C -= tokens_C @ excess_C / num_tokens
 
@@ -523,10 +529,10 @@ def write_yardsticks(
     trials: Mapping[str, Sequence[Mapping]] | None = None,
     **changes: object,
 ) -> None:
-    """Writes yardsticks.json of a study, with losses far above those of any arm.
+    """Writes yardsticks.json of a study, with losses far above the loss of any arm.
 
-    A yardstick is the loss of a model made of counts (n-grams). A baseline must beat it, or else
-    its arms get no verdicts.
+    A yardstick is the loss of an n-gram model. If a baseline does not beat the yardstick, its arms
+    get no verdicts.
 
     Args:
         directory: Directory of the study.
@@ -564,7 +570,7 @@ def write_yardsticks(
 
 
 def beat_yardsticks(study: Path) -> None:
-    """Makes a copy of a committed study a working directory, with yardsticks that it beats."""
+    """Unpacks a copy of a committed study in place, and writes yardsticks that the study beats."""
     stored.unpack_in_place(study)
     baseline = json.loads((study / 'study.json').read_text())['baseline']
     write_yardsticks(study, read_lines(study / 'results.jsonl'), baseline, task='probe')

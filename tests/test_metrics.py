@@ -1,4 +1,4 @@
-"""The table of metrics, and metrics from outside. (Values by hand: train/test_trials.py.)"""
+"""The table of metrics, and metrics from outside. Values are tested in train/test_trials.py."""
 
 import functools
 import math
@@ -83,23 +83,24 @@ def outside_metric(known):
 
 
 def evaluator_of(metric):
-    """Returns the function evaluate(logits_XRTV, targets_RT, weights_RT) of a metric."""
+    """Returns the function evaluate(logits_XRTV, targets_RT, weights_RT) of a metric.
+
+    `metric` is an import path, and `name` is the name of the metric. `known` has all metrics by
+    name. `measure` gives the numbers of each metric for each target.
+    """
     known = metrics.named([metric])
     name = outside_metric(known).name
     measure = jax.jit(functools.partial(per_target, known))
 
     def evaluate(logits_XRTV, targets_RT, weights_RT):
-        """The metric of X trials, computed as an evaluation does.
-
-        An evaluation sums the numbers of all targets in each row. The metric is made of these sums.
-        """
+        """The metric `name` of X trials, computed from its sums over the targets of each row."""
         weights_RT = jax.numpy.asarray(weights_RT)
         sums_of_trials = []
         for logits_RTV in logits_XRTV:
             measured = measure(logits_RTV, targets_RT)
             sums_of_trials.append(metrics.row_sums(measured, weights_RT))
 
-        # Arrays [R, X, ...] by name, from a dictionary of arrays [R, ...] for each trial.
+        # Each trial has a dictionary of arrays [R, ...]. They are stacked to arrays [R, X, ...].
         sums = {}
         for sum_name in sums_of_trials[0]:
             rows_of_trials = [np.float64(trial[sum_name]) for trial in sums_of_trials]
@@ -111,32 +112,32 @@ def evaluator_of(metric):
 
 
 def test_a_metric_is_a_mean_over_targets(outside, metric):
-    """A user's metric depends on the targets alone, however they are divided into rows.
+    """The value of a user's metric does not depend on how targets are divided into rows.
 
     Axes are X trials, R rows, T tokens of a row, and V tokens of the vocabulary.
     """
     check_metrics(config_of(metric))
     evaluate = evaluator_of(metric)
 
-    # A weight is 0 where there is no target. The last row has no target at all.
+    # Weight 0 means that a position has no target. The last row has no target at all.
     rng = np.random.default_rng(0)
     logits_XRTV = 3 * rng.standard_normal((X, R, T, V)).astype(np.float32)
     targets_RT = rng.integers(0, V, (R, T))
     weights_RT = np.float32(rng.random((R, T)) < 0.7)
     weights_RT[-1] = 0
 
-    # Trials have different logits, and so different values.
+    # The two trials have different logits, so they have different values.
     values_X = evaluate(logits_XRTV, targets_RT, weights_RT)
     assert np.shape(values_X) == (X,)
     assert np.isfinite(values_X).all()
     assert values_X[0] != values_X[1]
 
-    # Logits where there is no target do not matter, even if they are NaN.
+    # Logits at positions without a target do not matter, even if they are NaN.
     logits_XRTV[:, weights_RT == 0] = np.nan
     values_with_nan_X = evaluate(logits_XRTV, targets_RT, weights_RT)
     np.testing.assert_allclose(values_with_nan_X, values_X, rtol=1e-5)
 
-    # The same targets in twice as many rows, of half the length, have the same mean.
+    # The same targets in twice as many rows of half the length give the same values.
     values_of_half_rows_X = evaluate(
         logits_XRTV.reshape(X, 2 * R, T // 2, V),
         targets_RT.reshape(2 * R, T // 2),
@@ -173,7 +174,7 @@ def fails(*, k=1): return 1 / 0
 
 @pytest.fixture
 def bad_module(outside):
-    """Makes `bad`, a module of objects that are no metrics, importable."""
+    """Makes the module `bad` importable, whose objects are not valid metrics."""
     (outside / 'bad.py').write_text(BAD_MODULE)
     yield
     sys.modules.pop('bad')

@@ -1,8 +1,7 @@
-"""The committed verdicts, worked out again from the trials with nothing of the package.
+"""Numpy and scipy recompute the committed verdicts from the trials, and find the same numbers.
 
-`experiments.verify` holds what is printed against the logs with the package's own code, and
-launch/test.sh runs it before the tests. Here the numbers of the headline are made with numpy and
-scipy alone, so that an error in that code shows. And the shapes of models, solved again.
+`experiments.verify` also compares printed numbers with the logs, but with the package's own code.
+An error in that code would show here. A further test solves for the shapes of models again.
 """
 
 import shutil
@@ -29,13 +28,13 @@ TRIALS = read_lines(stored.open_files(FAIR) / stored.RESULTS)
 
 
 def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]:
-    """Returns the test losses of each variant in the committed study fair_small, by seed.
+    """Returns test losses of verdict runs in the committed study fair_small, by variant.
 
-    The losses are those of the verdict runs, which are trained with fresh seeds after tuning.
+    Verdict runs are trained after tuning, with fresh seeds. Each array has a loss for each seed.
 
     Args:
-        control: None for the arms, at the baseline's parameter count. 'equal_shape' for variants
-            with the widths of the baseline. 'longer' for arms that are trained for more steps.
+        control: None for the arms, which have the baseline's number of parameters. 'equal_shape'
+            for variants with the widths of the baseline. 'longer' for arms with longer training.
         num_seeds: The seeds are 0, 1, ..., num_seeds - 1.
     """
     losses: dict[str, dict[int, float]] = {}  # by variant and seed
@@ -57,7 +56,7 @@ def losses_of(control: str | None, num_seeds: int = 12) -> dict[str, np.ndarray]
 def arms_of_fair_study(tmp_path):
     """The arms of fair_small by variant, without its baseline.
 
-    Yardsticks are replaced by ones that the study beats, so that they withhold no verdict.
+    A study gets no verdicts unless it beats its yardsticks, so they are replaced by easy ones.
     """
     study = shutil.copytree(FAIR, tmp_path / 'fair_small')
     beat_yardsticks(study)
@@ -74,38 +73,39 @@ def check_decision(decision: str, differences: np.ndarray, num_arms_beyond_margi
     """Checks the decision on one of 8 arms of a study by a t test.
 
     Args:
-        decision: 'better' and 'worse' say that the difference exceeds the margin of 0.005. With
-            ' (margin open)' behind them, they say only that it is not 0. 'undecided' says nothing.
-        differences: The loss of the arm minus that of the baseline, for each seed.
-        num_arms_beyond_margin: The number of arms with a decision of the first kind.
+        decision: 'better' or 'worse' if the difference exceeds the margin of 0.005.
+            'better (margin open)' or 'worse (margin open)' if the difference is only shown not to
+            be 0. 'undecided' if nothing is shown, so nothing is checked.
+        differences: The loss of the arm minus the loss of the baseline, for each seed.
+        num_arms_beyond_margin: The number of arms with the decision 'better' or 'worse'.
     """
     if decision == Decision.UNDECIDED.value:
         return
     side = decision.removesuffix(' (margin open)')
     assert side in ('better', 'worse')
 
-    # Lower losses are better. The distance is positive on the side of the decision.
+    # Lower losses are better. The distance is positive if the mean is on the decided side of 0.
     sign = -1 if side == 'better' else 1
     distance = sign * differences.mean()
     if decision in BEYOND_MARGIN:
         num_tested = NUM_ARMS
         assert distance > MARGIN
     else:
-        # Arms that were found beyond the margin are not tested again.
+        # The arms beyond the margin leave the family of tests.
         num_tested = NUM_ARMS - num_arms_beyond_margin
         assert distance > 0
 
-    # The p value of a test is multiplied by the number of tests, as Bonferroni does.
+    # Bonferroni correction: p is multiplied by the number of tests.
     t_test = stats.ttest_1samp(differences, 0)
     corrected_p_value = t_test.pvalue * num_tested
     assert corrected_p_value <= LEVEL
 
 
 def test_committed_verdicts_follow_from_the_losses(tmp_path):
-    """Numpy and scipy alone find the differences, intervals and decisions of a committed study.
+    """Numpy and scipy confirm the differences, intervals and decisions of the study fair_small.
 
-    Each arm of the study fair_small is an attention variant. It is compared with the baseline,
-    unchanged attention `qk/vo`, seed by seed.
+    Each arm is an attention variant. Seed by seed, it is compared with the baseline `qk/vo`,
+    unchanged attention.
     """
     arms = arms_of_fair_study(tmp_path)
     losses = losses_of(control=None)  # arrays over seeds, by variant
@@ -121,8 +121,9 @@ def test_committed_verdicts_follow_from_the_losses(tmp_path):
         assert differences_of_package == pytest.approx(differences, rel=1e-12), name
         assert arm.difference.mean == pytest.approx(differences.mean(), rel=1e-12)
 
-        # The interval of a t test has the spread of seeds alone. The package adds the errors of
-        # evaluated documents and of tuning. These can only widen the interval.
+        # A t test has only the spread of seeds. The package adds errors of documents and of tuning,
+        # which widen the interval. But documents also add degrees of freedom, which lower the t
+        # quantile. So the interval may be narrower by up to 1e-3.
         interval = stats.ttest_1samp(differences, 0).confidence_interval()
         assert arm.difference.low < interval.low + 1e-3, name
         assert arm.difference.high > interval.high - 1e-3, name
@@ -133,10 +134,10 @@ def test_committed_verdicts_follow_from_the_losses(tmp_path):
 def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
     """An arm's difference from the baseline is (control - baseline) plus (arm - control).
 
-    The control of an arm has the same shape as the baseline. The arm has reinvested the parameters
-    that the control saves.
+    An arm is a variant that is widened until it has as many parameters as the baseline. Its control
+    is the same variant with the widths of the baseline.
     """
-    # Losses are arrays over seeds, by variant.
+    # Each dictionary has an array of losses over seeds for each variant.
     losses = losses_of(control=None)
     controls = losses_of(control='equal_shape')
     longer = losses_of(control='longer', num_seeds=6)
@@ -152,7 +153,7 @@ def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
         assert arm.parts.same_shape.difference.mean == pytest.approx(same_shape)
         assert arm.parts.reinvesting.difference.mean == pytest.approx(reinvesting)
 
-    # Arms that were decided also have a difference after longer training.
+    # Arms with a decision were also trained longer, and so was the baseline.
     arms_trained_longer = {name: arm for name, arm in arms.items() if arm.parts.longer is not None}
     assert arms_trained_longer.keys() == longer.keys()
     for name, arm in arms_trained_longer.items():
@@ -162,10 +163,10 @@ def test_committed_parts_of_a_difference_follow_from_the_losses(tmp_path):
 
 @pytest.mark.parametrize('name', slow_except(QUICK, [*QUICK, *CPU]))
 def test_arms_are_matched_to_the_shapes_that_were_trained(name):
-    """Arms of a committed study get the same widths again as they were trained with.
+    """Arms of a committed study get the same widths again as in training.
 
-    An arm is a variant, widened or narrowed to the parameter count of the baseline.
-    Another shape would change the hashes by which the study finds its runs when it resumes.
+    An arm is a variant that is widened or narrowed to the baseline's number of parameters. With
+    other widths, its runs would have other hashes, and a resumed study would not find them.
     """
     study = load_study(RESULTS / name)
     settings = Study(
@@ -176,7 +177,7 @@ def test_arms_are_matched_to_the_shapes_that_were_trained(name):
     )
     arms = build_arms(settings)
 
-    # Controls have another shape, or that of an arm.
+    # Controls are left out. They have the widths of the baseline, or repeat the widths of an arm.
     trained_models = {}
     for run in study.runs:
         if not run.key.control:

@@ -35,8 +35,10 @@ OPTIONAL = {'torch'}
 def by_name(texts, python_version: str) -> dict[str, Requirement]:
     """Parses requirements, such as 'jax>=0.10.2; python_version >= "3.12"'.
 
-    Returns them by the canonical name of their package. Requirements for another version of Python
-    are left out. Fails if two requirements of the same package hold.
+    Requirements for other versions of Python are left out. A second requirement of a package fails.
+
+    Returns:
+        The requirement of each package, by the package's canonical name.
     """
     environment = {'python_version': python_version}
     requirement_by_name: dict[str, Requirement] = {}
@@ -52,10 +54,7 @@ def by_name(texts, python_version: str) -> dict[str, Requirement]:
 
 
 def imported_modules() -> set[str]:
-    """The top-level modules that files of this repository import.
-
-    For example, `import jax.numpy` imports 'jax'. The files are those that a wheel has.
-    """
+    """The top-level modules that files of the wheel import, as 'jax' for `import jax.numpy`."""
     paths = [path for folder in OURS for path in (ROOT / folder).rglob('*.py')]
     modules = set()
     for path in paths:
@@ -70,18 +69,15 @@ def imported_modules() -> set[str]:
 
 @pytest.mark.parametrize('python_version', ['3.11', '3.12'])
 def test_requirements_pin_one_version_in_the_declared_range(python_version):
-    """requirements.txt has one exact version of each package that pyproject.toml declares.
-
-    `by_name` parses requirements into a dictionary by package, for one version of Python.
-    """
+    """requirements.txt has one exact version of each package that pyproject.toml declares."""
     lines = (ROOT / 'requirements.txt').read_text().splitlines()
     lines_without_comments = [line.partition('#')[0].strip() for line in lines]
     pins = [line for line in lines_without_comments if line]
     pinned = by_name(pins, python_version)
-    # pyproject.toml has the packages of the core, and of each extra.
+    # CORE and EXTRAS are read from pyproject.toml.
     declared = by_name(CORE + EXTRAS['lab'] + EXTRAS['test'] + EXTRAS['docs'], python_version)
 
-    # pyproject.toml leaves jaxlib to jax. It is pinned because bitwise results depend on it.
+    # jax chooses its jaxlib. requirements.txt pins jaxlib, because bitwise results depend on it.
     assert 'jaxlib' not in declared
     assert pinned.keys() == declared.keys() | {'jaxlib'}
 
@@ -93,7 +89,7 @@ def test_requirements_pin_one_version_in_the_declared_range(python_version):
         if name in declared:
             assert declared[name].specifier.contains(specifier.version), pin
 
-    # The extras for GPUs and TPUs require jax as well. Their ranges have the pinned version.
+    # The extras for GPUs and TPUs also require jax, in ranges that contain the pinned version.
     (jax_pin,) = pinned['jax'].specifier
     for text in EXTRAS['cuda'] + EXTRAS['tpu']:
         requirement = Requirement(text)
@@ -103,7 +99,7 @@ def test_requirements_pin_one_version_in_the_declared_range(python_version):
 @pytest.mark.parametrize('python_version', ['3.11', '3.12'])
 def test_imports_are_declared(python_version):
     """Each module that is imported belongs to a package that pyproject.toml requires."""
-    # The installed packages that have a module, by module.
+    # For example, the module 'google' belongs to all installed packages with modules in google/.
     packages_by_module = importlib.metadata.packages_distributions()
     required_packages = by_name(CORE + EXTRAS['lab'], python_version).keys()
 
@@ -114,12 +110,12 @@ def test_imports_are_declared(python_version):
 
 
 def test_private_modules_of_jax_are_used_below_its_upper_bound():
-    """The private jax._src may change in any version, so jax has an upper bound."""
+    """jax has an upper bound, because its private modules jax._src may change in any version."""
     files_with_private_imports = set()
     for path in ROOT.glob('qkattn/**/*.py'):
         if 'from jax._src' in path.read_text():
             files_with_private_imports.add(path.relative_to(ROOT).as_posix())
-    # No file beside these three may import from jax._src.
+    # Only these three files may import from jax._src.
     assert files_with_private_imports == {
         'qkattn/jobs/agreement.py',
         'qkattn/jobs/detection.py',
@@ -150,10 +146,7 @@ sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Finder
 
 
 def packages_of_core() -> set[str]:
-    """The packages that `pip install qkattn` installs.
-
-    These are the packages that pyproject.toml requires, the packages that those require, and so on.
-    """
+    """The packages that `pip install qkattn` installs, including requirements of requirements."""
     packages = set()
     pending = [canonicalize_name(Requirement(text).name) for text in CORE]
     while pending:
@@ -164,14 +157,14 @@ def packages_of_core() -> set[str]:
         for text in importlib.metadata.requires(name) or []:
             requirement = Requirement(text)
             marker = requirement.marker
-            # Requirements of optional extras do not hold where the extra is ''.
+            # A marker such as extra == 'cuda' is false here, because no extra is installed.
             if marker is None or marker.evaluate({'extra': ''}):
                 pending.append(canonicalize_name(requirement.name))
     return packages
 
 
 def modules_of_extras() -> set[str]:
-    """The installed top-level modules that `pip install qkattn` alone does not bring."""
+    """The installed top-level modules that `pip install qkattn` does not install."""
     core = packages_of_core()
     modules = set()
     for module, owners in importlib.metadata.packages_distributions().items():
@@ -204,17 +197,14 @@ print(score.matrix().shape)
 
 
 def code_after(page: str, place: str) -> str:
-    """The first block of Python behind the text `place` of a page."""
+    """The first block of Python that follows the text `place` on a page."""
     text = (ROOT / page).read_text('utf-8')
     behind_place = text.split(place)[1]
     return behind_place.split('```python\n')[1].split('```')[0]
 
 
 def test_examples_run_without_extras(tmp_path):
-    """Examples of the pages need no more packages than `pip install qkattn` installs.
-
-    `run_without_extras` runs a program that cannot import any other package.
-    """
+    """Examples of the pages run with only the packages that `pip install qkattn` installs."""
     layer_and_model = code_after('docs/extend.md', '## Without the laboratory')
     example_of_class = code_after('README.md', '<!-- example: signed_diagonal.py -->')
     merged_model = code_after('README.md', '## Use a layer')
@@ -226,9 +216,9 @@ def test_examples_run_without_extras(tmp_path):
 
     # The merged model has 4 layers of width D, with 4 heads in each.
     D = 64
-    embeddings = (256 + 128) * D  # of 256 tokens and 128 positions
-    weights_of_layer = (4 + 1 + 1 + 8) * D * D  # W_QK of each head, W_V, W_O, and the MLP
-    gains = (2 * 4 + 1) * D  # of two norms in each layer, and of the last one
+    embeddings = (256 + 128) * D  # 256 tokens and 128 positions
+    weights_of_layer = (4 + 1 + 1 + 8) * D * D  # 4 heads' W_QK, then W_V, W_O and the MLP
+    gains = (2 * 4 + 1) * D  # two norms in each of the 4 layers, and the final norm
     num_parameters = embeddings + 4 * weights_of_layer + gains
 
     assert finished.returncode == 0, finished.stderr
@@ -249,23 +239,23 @@ def test_the_command_without_extras_names_the_one_that_it_needs():
 
 
 def test_extras_that_launchers_install_exist():
-    """Launchers and their page name only extras that pyproject.toml has.
+    """Launchers and docs/launch.md name only extras that pyproject.toml has.
 
-    An extra is a set of optional packages, as `gcs` in `pip install 'qkattn[gcs]'`.
+    An extra is a set of optional packages, such as `gcs` in `pip install 'qkattn[gcs]'`.
     """
     files = [ROOT / 'docs/launch.md']
     for path in (ROOT / 'launch').rglob('*'):
         if path.is_file() and path.suffix in ('', '.py', '.yaml'):
             files.append(path)
 
-    # Extras are named as in EXTRAS=cuda,gcs. But 'cuda,cpu' is a list of platforms.
+    # Extras are named as in EXTRAS=cuda,gcs. A list with cpu, such as 'cuda,cpu', names platforms.
     pair_of_extras = re.compile(r'\b(cuda|tpu),(?!cpu)(\w+)')
     named_extras = set()
     for file in files:
         for pair in pair_of_extras.findall(file.read_text()):
             named_extras.update(pair)
 
-    # Both accelerators are found, with at least one other extra.
+    # The files name both accelerators, and at least one other extra.
     assert named_extras > {'cuda', 'tpu'}
     assert named_extras <= EXTRAS.keys()
 
@@ -308,10 +298,7 @@ def test_scripts_have_no_syntax_error():
 
 
 def test_an_installation_has_all_files_of_the_package(tmp_path):
-    """A wheel brings the command `qkattn` and all files, and works outside of the repository.
-
-    `install` builds a wheel from `source` and unpacks it into `site`.
-    """
+    """A wheel has the command `qkattn` and all files, and works outside of the repository."""
     if Version(importlib.metadata.version('setuptools')) < Version('77'):
         pytest.skip('building a wheel needs setuptools >= 77')
     source = tmp_path / 'source'
@@ -323,11 +310,11 @@ def test_an_installation_has_all_files_of_the_package(tmp_path):
     entry_points = next(site.glob('*/entry_points.txt')).read_text()
     assert 'qkattn = qkattn.__main__:main' in entry_points
 
-    # `site` has the package `qkattn` and its metadata `qkattn-VERSION.dist-info` alone.
+    # `site` has only the package `qkattn` and its metadata `qkattn-VERSION.dist-info`.
     installed_names = {path.name.partition('-')[0] for path in site.iterdir()}
     assert installed_names == {'qkattn'}
 
-    # All files are there. The folders experiments and configs are inside the package.
+    # In a wheel, the folders experiments and configs are inside the package.
     installed_folders = {
         'qkattn': site / 'qkattn',
         'experiments': site / 'qkattn/experiments',
@@ -345,12 +332,12 @@ def test_an_installation_has_all_files_of_the_package(tmp_path):
 
 
 def assert_runs_in(directory: Path, site: Path) -> None:
-    """The package in `site` runs from a directory of its own, and writes nothing there."""
+    """Checks that the package in `site` runs in a new directory, and writes nothing there."""
     directory.mkdir()
     env = {**os.environ, 'PYTHONPATH': str(site), 'PYTHONDONTWRITEBYTECODE': '1'}
 
-    # The command starts and finds the config `small` of the package. Then it refuses the flag,
-    # because v5 is no chip with a shape, such as v5p-2x4x4.
+    # The command finds the config `small` in the package. Then it refuses `--dry_run=v5`, because
+    # the flag takes a chip with a shape, such as v5p-2x4x4.
     command = [sys.executable, '-m', 'qkattn', 'train', '--config=small', '--dry_run=v5']
     refused = subprocess.run(command, cwd=directory, env=env, capture_output=True)
 
@@ -361,7 +348,7 @@ def assert_runs_in(directory: Path, site: Path) -> None:
 
 
 def copy_sources(directory: Path) -> None:
-    """Copies what a wheel is built from. A build writes into the directory of its sources."""
+    """Copies what a wheel is built from, because a build writes into its source directory."""
     ignored = shutil.ignore_patterns('__pycache__', 'results', 'unfinished')
     for folder in OURS:
         shutil.copytree(ROOT / folder, directory / folder, ignore=ignored)
@@ -379,8 +366,8 @@ def install(source: Path, site: Path) -> None:
     shutil.unpack_archive(wheel, site, 'zip')
 
 
-# launch/venv.sh, with a stand-in for python: it makes environments that are copies of itself, and
-# its pip only logs its calls. Variables FAKE_... are exit codes and paths.
+# launch/venv.sh runs with this stand-in for python. An environment that the stand-in makes has a
+# copy of the stand-in. Its pip only logs its calls. Variables FAKE_... are exit codes and paths.
 
 FAKE_PYTHON = """#!/bin/sh
 case "$*" in
@@ -395,12 +382,12 @@ esac
 
 
 class Sandbox:
-    """A copy of what venv.sh reads, in a path with a space, and a PATH with a python and tools."""
+    """A small repository with venv.sh, and a PATH with a stand-in for python."""
 
     def __init__(self, directory: Path):
-        """Makes a small repository with venv.sh, and a directory of programs that is its PATH.
+        """Makes the repository, and the directory `bin` with all programs on the PATH.
 
-        The programs are a python that only pretends to install packages, and common tools.
+        The programs are the stand-in for python, and tools such as mkdir.
         """
         self.root = directory / 'a tree'  # the repository, in a path with a space
         self.bin = directory / 'bin'
@@ -419,18 +406,14 @@ class Sandbox:
                 (self.bin / tool).symlink_to(path)
 
     def start(self, **variables: object) -> subprocess.Popen:
-        """Starts venv.sh, with environment variables that add to the defaults or replace them.
-
-        The programs in `bin` are its whole PATH. The python among them is a stand-in, which makes
-        environments that are copies of itself. Its pip only logs its calls.
-        """
+        """Starts venv.sh with the default environment variables, changed by `variables`."""
         defaults = {
             'PATH': self.bin,
             'HOME': '',
             # Variables of the stand-in for python.
             'FAKE_PIP_LOG': self.pip_log,
             'FAKE_BASE': self.bin / 'python3',  # the interpreter behind an environment's python
-            'REAL_PYTHON': sys.executable,  # runs all other programs
+            'REAL_PYTHON': sys.executable,  # runs what the stand-in does not answer itself
         }
         env = {name: str(value) for name, value in (defaults | variables).items()}
         command = [self.bin / 'bash', self.root / 'launch/venv.sh']
@@ -502,20 +485,17 @@ def test_a_complete_environment_is_reused(sandbox):
 
 
 def test_an_environment_is_never_changed_under_a_job(sandbox):
-    """Packages in an environment are not replaced, because a job may be using them.
-
-    `run` runs venv.sh, which makes or reuses an environment, with a stand-in for pip.
-    """
+    """venv.sh replaces no packages in an environment, because a job may be using them."""
     sandbox.run()
-    # The environment is installed with two calls: the requirements, then the package.
+    # One call of pip installs the requirements, and a second one the package.
     assert sandbox.pip_calls() == 2
 
-    # The requirements change, and not all of them are installed.
+    # The requirements change. With FAKE_PINS_STATUS=1, pip says that some are not installed.
     with open(sandbox.root / 'requirements.txt', 'a') as file:
         file.write('# changed\n')
     sandbox.refused('was made for other requirements; ', FAKE_PINS_STATUS=1)
 
-    # If all of them are installed, the package alone is installed again, by a third call.
+    # If all requirements are installed, a third call installs only the package again.
     file_of_job = sandbox.venv / 'of a job'
     file_of_job.touch()
     output = sandbox.run(FAKE_PINS_STATUS=0)
@@ -532,10 +512,10 @@ def test_an_environment_may_have_a_second_path(sandbox, tmp_path):
 
 
 def test_an_environment_made_for_something_else_is_left_alone(sandbox):
-    """An environment is refused, unchanged, if its stamp differs in any line from what is needed.
+    """venv.sh refuses an environment if any line of its stamp differs from what is needed.
 
-    The stamp is a file in which venv.sh notes what an environment was made for. A line of it is a
-    name and a value, such as 'python 3.11 x86_64'.
+    The stamp is a file in which venv.sh notes what an environment was made for. Each line is a name
+    and a value, such as 'python 3.11 x86_64'.
     """
     sandbox.run()  # makes the environment
     stamp = sandbox.venv / 'qkattn-stamp'
@@ -543,7 +523,7 @@ def test_an_environment_made_for_something_else_is_left_alone(sandbox):
     made_for = dict(line.split(' ', maxsplit=1) for line in lines)
     assert list(made_for) == ['python', 'requirements', 'environment', 'repository']
 
-    # The value of one name becomes 'other'. The hash of requirements is not shown.
+    # For each name, the value becomes 'other'. Messages never show the hash of requirements.
     descriptions = {
         'python': 'python other',
         'requirements': 'other requirements',
@@ -571,8 +551,8 @@ def test_a_directory_of_other_files_is_left_alone(sandbox, tmp_path):
 
 
 def test_an_interrupted_installation_is_started_over(sandbox, tmp_path):
-    """After a failure of pip, the next run of venv.sh starts over in an empty directory."""
-    # The path of the environment is a link to a directory elsewhere.
+    """After a failure of pip, the next run of venv.sh empties the environment and starts over."""
+    # The environment is a link to another directory.
     scratch = tmp_path / 'scratch'
     scratch.mkdir()
     sandbox.venv.symlink_to(scratch)
@@ -583,7 +563,7 @@ def test_an_interrupted_installation_is_started_over(sandbox, tmp_path):
     left_over = sandbox.venv / 'left-over'
     left_over.touch()
 
-    # The second run starts over, with two calls of pip. The link stays.
+    # The second run calls pip twice, for the requirements and for the package. The link stays.
     output = sandbox.run()
     assert 'creating' in output
     assert sandbox.pip_calls() == 1 + 2
@@ -606,10 +586,10 @@ def test_two_installers_at_a_time_install_once(sandbox):
 
 @pytest.mark.skipif(not shutil.which('flock'), reason='venv.sh locks where flock is')
 def test_an_installation_that_another_has_just_finished_is_used(sandbox):
-    """A run of venv.sh that gets the lock after another has installed everything installs nothing.
+    """venv.sh installs nothing if another venv.sh has finished while it waited for the lock.
 
-    venv.sh locks an environment with the program flock. At its first call, the stand-in for flock
-    runs another venv.sh to its end. Then, as at all other calls, it becomes the real flock.
+    venv.sh locks an environment with the program flock, which is replaced here. On its first call,
+    the replacement first runs another venv.sh to its end. Every call then runs the real flock.
     """
     flock = sandbox.bin / 'flock'
     flock.unlink()
@@ -627,5 +607,5 @@ exec {shutil.which('flock')} "$@"
     output = sandbox.run()
 
     assert 'venv: using' in output
-    # Only the other venv.sh has called pip, for the requirements and for the package.
+    # Only the other venv.sh has called pip: for the requirements, then for the package.
     assert sandbox.pip_calls() == 2

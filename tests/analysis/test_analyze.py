@@ -42,7 +42,7 @@ def test_a_quantity_of_a_matrix_has_the_value_worked_out_by_hand(quantity, matri
 
 
 def excess_of_norms(a_DD, axis):
-    """The sum of what norms along the axis exceed their mean plus two standard deviations."""
+    """The sum of max(0, norm - bound), where bound = mean + 2 standard deviations of the norms."""
     norms = np.linalg.norm(a_DD, axis=axis)
     bound = norms.mean() + 2 * norms.std(ddof=1)
     return np.maximum(norms - bound, 0).sum()
@@ -51,13 +51,13 @@ def excess_of_norms(a_DD, axis):
 def test_directionality_counts_what_exceeds_two_deviations():
     """The directionality of a matrix is (c - r) / (c + r).
 
-    c is the sum of what column norms exceed their mean plus two standard deviations. r is the same
-    sum for row norms.
+    c is the sum of max(0, norm - bound) over columns, and r is the same sum over rows. The bound is
+    the mean of the norms plus two standard deviations.
     """
-    # One column has norm 8, and nine have norm 1. No row has a large norm, so r is 0.
+    # One column has norm 8, and nine have norm 1. No row norm is above its bound, so r = 0.
     large_column_DD = np.eye(10)
     large_column_DD[:, 3] = 8 / 10**0.5
-    # A large column and a large row.
+    # This matrix has a large column and a large row.
     mixed_DD = large_column_DD.copy()
     mixed_DD[7] += 1
     c = excess_of_norms(mixed_DD, axis=0)
@@ -130,7 +130,7 @@ REPEATS = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 0.5, 
     ('quantity', 'measured', 'expected'),
     [
         pytest.param('entropy', HEADS, [np.log([1, 2, 3, 4]).mean(), 0], id='entropy'),
-        # As of sigmoid attention: probabilities are divided by their sum.
+        # Probabilities of sigmoid attention need not sum to 1. They are divided by their sum.
         pytest.param(
             'entropy', pattern(0.5 * EQUAL), [np.log([1, 2, 3, 4]).mean()], id='entropy, sum not 1'
         ),
@@ -173,22 +173,25 @@ def test_a_quantity_of_patterns_has_the_value_worked_out_by_hand(quantity, measu
 
 
 def test_the_induction_score_is_the_mass_after_the_previous_occurrence():
-    """Of tokens a b a b, positions 2 and 3 have a previous occurrence, before positions 1 and 2."""
+    """For the tokens a b a b, queries 2 and 3 count, with the keys 1 and 2.
+
+    Query 2 is the token a, which occurred before at position 0. The key after it is 1.
+    """
     score_N = patterns.induction_score(pattern(REPEATS, EQUAL), 2)
     np.testing.assert_allclose(score_N, [(0.75 + 0.5) / 2, (1 / 3 + 1 / 4) / 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize('shift', [0, 5])
 def test_the_size_of_logits_ignores_what_softmax_ignores(shift):
-    """Softmax ignores a shift of all logits, and logits of hidden keys.
+    """The deviation of logits ignores a shift of all logits, and ignores hidden keys.
 
-    The deviation of logits ignores both. The largest logit ignores hidden keys alone.
+    The largest logit ignores hidden keys, but not the shift.
     """
     # Row t has the logits of query t. The causal mask shows it the first t + 1 keys.
     logits_TS = np.array([[0, 9, 9], [1, 3, 9], [10, 10, 16]], float)
     causal_TS = np.tri(3, dtype=bool)
     measured = pattern(
-        np.zeros((3, 3)),  # probabilities, which are not read
+        np.zeros((3, 3)),  # probabilities, which the two functions do not read
         logits=logits_TS[None, None] + shift,
         mask=causal_TS[None],
     )
@@ -214,10 +217,10 @@ PATTERNS = [
 @pytest.mark.parametrize(('score', 'options'), slow_except(PATTERNS[1:3], PATTERNS))
 @pytest.mark.parametrize('cross', [False, True], ids=['self-attention', 'cross-attention'])
 def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
-    """`pattern_of` reads logits, probabilities and mask of an attention layer.
+    """`pattern_of` gives the logits, probabilities and mask of an attention layer.
 
-    The helpers `layers.expected_...` compute them by their definitions. Queries are made from x and
-    keys from y. In self-attention, keys are made from x as well.
+    The helpers `layers.expected_...` compute the same by the definitions. Queries are made from x.
+    Keys are made from y in cross-attention, and from x in self-attention.
     """
     layer = layers.make((score, 'vo'), **options)
     spec_before = layer.spec
@@ -228,7 +231,7 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
 
     measured = pattern_of(layer, x_BTD, mask, y_BSD)
 
-    # The layer is left as it was.
+    # `pattern_of` does not change the layer.
     assert layer.spec is spec_before
     assert layer.value is value_before
 
@@ -250,7 +253,7 @@ def test_the_pattern_is_that_of_the_slow_reference(score, options, cross):
 
 def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     """`walk` computes what `model.stream` does, and calls a function at every attention layer."""
-    num_layers = 2  # of the encoder, and of the decoder
+    num_layers = 2  # in the encoder, and again in the decoder
     model = make(
         kind='encoder_decoder',
         cross_variant='merged/vo',
@@ -276,7 +279,7 @@ def test_a_walk_layer_by_layer_gives_what_the_model_computes():
     expected = stream_compiled(model, inputs)
     np.testing.assert_allclose(walked, expected, atol=2e-5)
 
-    # The encoder comes first. Layers of the decoder have self-attention and cross-attention.
+    # The encoder comes first. Each layer of the decoder has self-attention and cross-attention.
     assert visited[:2] == [('encoder/attention', 0), ('encoder/attention', 1)]
     assert len(visited) == num_layers + 2 * num_layers
 
@@ -305,11 +308,10 @@ DEPTHS_OF_SITES = [
     ('fields', 'depths'), slow_except(DEPTHS_OF_SITES[1:2], DEPTHS_OF_SITES), ids=str
 )
 def test_every_head_of_every_site_is_measured(fields, depths):
-    """An analysis has a value for each layer and head of each site.
+    """An analysis has a value for each layer and head of each site, such as 'cross_attention'.
 
-    A site is a place of attention in a model, such as 'cross_attention'. Its depth is its number of
-    layers. The matrix A gives the logits of a head, and B gives its output. The pattern of a head
-    is its probabilities.
+    The depth of a site is its number of layers. The matrix A of a head gives its logits, and B
+    gives its output.
     """
     num_heads = 2
     has_source = fields.get('kind') == 'encoder_decoder'
@@ -330,18 +332,18 @@ def test_every_head_of_every_site_is_measured(fields, depths):
     num_layers = sum(depths.values())
     assert len(analysis.spectra) == 2 * num_layers
 
-    # Queries and keys of cross-attention are of two sequences, so there is no diagonal.
+    # Cross-attention has no diagonal, because queries and keys belong to two sequences.
     measured = {(row.site, row.quantity) for row in analysis.rows}
     assert ('cross_attention', 'diagonal_mass') not in measured
-    # Induction scores need tokens that occur twice, which an encoder-decoder does not get.
+    # An encoder-decoder has no induction score, which needs sequences with repeated tokens.
     has_induction_score = ('attention', 'induction_score') in measured
     assert has_induction_score == (not has_source)
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
-    """Norms and singular values are those of the matrices of a head.
+    """The analysis has norms and singular values of A = scale W_Q W_K^T and B = W_V W_O of a head.
 
-    A = scale * W_Q W_K^T gives its logits, and B = W_V W_O its output.
+    A gives the logits of the head, and B gives its output.
     """
     model = make(score_scale=0.5)
     analysis = analyze(model, induction=False)
@@ -351,7 +353,7 @@ def test_numbers_of_a_layer_are_those_of_its_matrices():
     w_v_DKH = np.asarray(layer.value.w_v_DKH[...], np.float64)
     w_o_NHD = np.asarray(layer.value.w_o_NHD[...])
 
-    # A of head 1. The scale is score_scale / sqrt(H), for heads of H channels.
+    # For A of head 1, the scale is score_scale / sqrt(H). Heads have H channels.
     H = w_q_DNH.shape[-1]
     A_DE = 0.5 * H**-0.5 * w_q_DNH[:, 1] @ w_k_DKH[:, 1].T
     singular_values_D = np.linalg.svd(A_DE, compute_uv=False)
@@ -384,19 +386,19 @@ def test_a_circuit_without_a_matrix_is_listed_as_missing():
 
 
 def test_a_layer_that_was_not_measured_has_the_value_nan():
-    """Layer 1 is measured, layer 2 is missing, and there is nothing of layer 0."""
+    """Layer 1 has a row, layer 2 is listed as missing, and layer 0 is in neither list."""
     row = Row('attention', 1, 0, 'A', 'norm', 2.0)
     analysis = Analysis([row], {}, [('attention', 2, 'A')])
     np.testing.assert_array_equal(analysis.values('norm', 'A'), [[np.nan], [2], [np.nan]])
 
 
 def test_drift_is_measured_by_head_between_models_of_different_factorizations():
-    """Drift is |A - A of the reference| / |A of the reference|, for each layer and head.
+    """Drift is |A - A_reference| / |A_reference|, for each layer and head.
 
-    The reference has A as a product W_Q W_K^T. The merged model has it as one matrix.
+    In the reference, A is a product W_Q W_K^T. In the merged model, A is a single matrix.
     """
     scaled = make()
-    # W_Q of head 0 stays, and W_Q of head 1 grows by half, in both layers.
+    # In both layers, W_Q of head 0 stays the same, and W_Q of head 1 is multiplied by 1.5.
     factors_N1 = np.array([[1.0], [1.5]])
     scaled.blocks.attention.score.w_q_DNH[...] *= factors_N1
     merged = converted(scaled, 'merge')
@@ -405,13 +407,13 @@ def test_drift_is_measured_by_head_between_models_of_different_factorizations():
 
     drifts_of_A_LN = analysis.values('drift', 'A')
     np.testing.assert_allclose(drifts_of_A_LN, [[0, 0.5], [0, 0.5]], atol=1e-5)
-    # B, of W_V and W_O, is the same.
+    # B = W_V W_O has not changed.
     drifts_of_B_LN = analysis.values('drift', 'B')
     np.testing.assert_array_equal(drifts_of_B_LN, np.zeros((2, 2)))
 
 
 def test_a_gain_that_is_folded_into_matrices_shows_as_drift():
-    """A gain of 2 acts on both sides of A, a factor of 4, and on one side of B."""
+    """A gain of 2 acts on both sides of A, so A becomes 4 A. It acts on one side of B: 2 B."""
     model = make()
     model.blocks.attention_norm.g_D[...] *= 2
     folded = converted(model, 'fold_gains', 'merge')
@@ -432,7 +434,11 @@ def test_a_reference_of_another_shape_is_refused():
     [(None, np.mean([1 / 5, 1 / 6, 1 / 7, 1 / 8])), (3, 1 / 3)],
 )
 def test_attention_that_is_equal_over_all_keys_has_its_induction_score(window, expected):
-    """Sequences repeat four tokens, so the score is that of positions 4 to 7."""
+    """With equal logits, each of the S keys that a query sees has the probability 1 / S.
+
+    The score is a mean over the second half of a sequence. Without a window, these are the
+    positions 4 to 7, which see 5 to 8 keys. With a window of 3, they see 3 keys each.
+    """
     model = make(window=window)
     model.blocks.attention.score.w_q_DNH[...] *= 0  # all logits are equal
     score_LN = analyze(model).values('induction_score', 'pattern')

@@ -54,9 +54,9 @@ class Unwritten(Value):
 
 @pytest.fixture(autouse=True)
 def outside_modules(tmp_path, monkeypatch):
-    """Puts modules as users write them on the path of imports.
+    """Makes modules importable that stand for modules of users.
 
-    A setting names an object in such a module as 'outside_calls:Linear'.
+    A setting names an object in such a module, as in 'outside_calls:Linear'.
     """
     sources = {
         'outside_calls': OUTSIDE_CALLS,
@@ -71,7 +71,7 @@ def outside_modules(tmp_path, monkeypatch):
 
     yield
 
-    # The next test imports the modules of its own directory.
+    # Without this, the next test would get these modules instead of its own.
     for name in sources:
         sys.modules.pop(name, None)
 
@@ -189,13 +189,13 @@ def config_with(fields: dict) -> Config:
 
 @pytest.mark.parametrize('value', ['vo', 'gated:Gated'])
 def test_a_kernel_of_tpus_is_valid_without_a_tpu(value):
-    """A machine without a TPU may do a dry run of a pod."""
+    """A machine without a TPU can check settings for a TPU, such as in a dry run."""
     fields = {'model.kernel': 'splash', 'model.context': 128, 'model.value': value}
     validate(config_with(fields))
 
 
 def test_cross_attention_needs_no_rotary_form():
-    """Cross-attention never has rotary positions, so that `merged` is valid."""
+    """`merged` has no rotary form, but cross-attention never uses rotary positions."""
     fields = {
         'model.kind': 'encoder_decoder',
         'model.positions': 'rope',
@@ -341,7 +341,7 @@ def test_an_outside_class_that_fails_is_refused(fields, message, tmp_path):
         validate(config_with(fields))
 
 
-# The config of a later version: it has another field, another section, and another default.
+# The config of a later version, with one more field, one more section, and another default.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,9 +362,9 @@ class WiderConfig(Config):
 
 
 def wider_config(*, lately='softmax', rate=0.5):
-    """A later version of the default config; `lately` and `rate` are later fields.
+    """A config of a later version, which has the additional fields `lately` and `rate`.
 
-    With their defaults, it means the same as Config().
+    With the default values of `lately` and `rate`, the config means the same as Config().
     """
     model = WiderModel(window=Config().model.window, lately=lately)
     return WiderConfig(model=model, extra=Extra(rate=rate))
@@ -379,7 +379,7 @@ def test_configs_make_round_trips(config):
 
 
 def test_a_config_takes_overrides_of_the_type_of_a_field():
-    """Flags on the command line, such as --config.model.d_ff=300, change fields of a ConfigDict."""
+    """Flags such as --config.model.d_ff=300 set fields of a ConfigDict, which checks types."""
     values = serialize.to_config_dict(Config())
 
     # d_ff and scan_unroll are whole numbers or None.
@@ -459,7 +459,7 @@ def test_a_later_field_with_another_value_is_stored(config, field):
 
 
 def test_stored_configs_keep_their_meaning_when_a_default_changes():
-    """The default of model.window is 64 in WiderConfig, and None in stored configs."""
+    """A stored config without model.window means None, although the default is now 64."""
     stored = to_json(Config())
     del stored['model']['window']
     del stored['decode']
@@ -471,7 +471,10 @@ def test_stored_configs_keep_their_meaning_when_a_default_changes():
 
 
 def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
-    """The default of model.lately is 'softmax' in the class, and 'sigmoid' in schema 2."""
+    """A stored config without model.lately gets the default 'sigmoid' of schema 2.
+
+    The default of the class, 'softmax', does not matter.
+    """
     later_schemas = serialize.SCHEMAS | {'2': {'WiderModel': {'lately': 'sigmoid'}}}
     monkeypatch.setattr(serialize, 'SCHEMAS', later_schemas)
     uncached_defaults = serialize.defaults.__wrapped__
@@ -483,7 +486,7 @@ def test_the_default_of_a_later_field_is_frozen_with_its_schema(monkeypatch):
 
 
 def config_classes(cls):
-    """The class of a config, the classes of its sections, and so on."""
+    """The class of a config, the classes of its sections, and of the sections of sections."""
     classes = [cls]
     for field_type in typing.get_type_hints(cls).values():
         if dataclasses.is_dataclass(field_type):
@@ -495,10 +498,10 @@ def config_classes(cls):
 def test_every_field_has_a_frozen_default(cls):
     """schema.json has the default of each field of each section of settings.
 
-    A stored config leaves out fields at that default. It would get another meaning if the default
-    changed with the class.
+    A stored config leaves out fields that have this default. If the default then changed with the
+    class, the stored config would get another meaning.
     """
-    # A schema is {class: {field: default}}. A field is in the schema of the time it was added.
+    # Each schema is {class: {field: default}}, with the fields that were added at the same time.
     frozen_fields = set()
     for schema in serialize.SCHEMAS.values():
         defaults_of_fields = schema.get(cls.__name__, {})
@@ -513,17 +516,16 @@ def test_every_field_has_a_frozen_default(cls):
 
 
 def test_committed_runs_are_named_by_the_hash_of_their_configs():
-    """The hashes in committed studies are those that this version of the code computes.
+    """This version of the code computes the same hashes of configs as committed studies have.
 
-    A resumed study finds its finished runs by these hashes. `fingerprint_of` is the hash of a
-    config as JSON.
+    A resumed study finds its finished runs by these hashes.
     """
     study_files = list(RESULTS.rglob('study.json'))
     assert study_files
 
     for study_file in study_files:
         study = json.loads(study_file.read_text())
-        # The base is the config that all runs of a study begin with.
+        # The config of each run is the base with some settings changed.
         assert fingerprint_of(study['base']) == study['base_hash'], study_file
 
         planned_runs = planned(open_files(study_file.parent) / PLAN)
@@ -531,17 +533,17 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
             stored_config = run['config']
             assert fingerprint_of(stored_config) == run['run'], (study_file, run['run'])
 
-            # Each tenth config is also read and written again. All would take too long.
+            # Every tenth config is also read and written again. All of them would take too long.
             if index % 10 == 0:
                 config = from_json(Config, stored_config)
                 assert to_json(config) == stored_config
 
 
 def test_import_paths_are_told_from_names_of_data():
-    """An import path, MODULE:NAME, looks like some names of data, such as 'tiktoken:gpt2'.
+    """`import_paths` returns the import paths MODULE:NAME in a config, at any depth, sorted.
 
-    `text:` and `tokens:` are no modules in `evaluate`, nor is `tiktoken:` in `tokenizer`. In other
-    settings they are. `import_paths` finds import paths at any depth of a config, without options.
+    Some names of data look like import paths, and are left out. In `evaluate`, these are 'text:...'
+    and 'tokens:...'. In `tokenizer`, they are 'tiktoken:...'.
     """
     data = {
         'evaluate': ['text:book.txt', 'tokens:made', 'own:corpus', '@test'],
@@ -553,7 +555,7 @@ def test_import_paths_are_told_from_names_of_data():
     config = {'base': {'data': data}, 'runs': [run]}
 
     assert import_paths(config) == [
-        'own:Nibbles',  # in run.tokenizer
+        'own:Nibbles',  # in run.tokenizer, without its options
         'own:corpus',  # in data.evaluate
         'text:Evil',  # in data.name
         'tokens:Other',  # in data.path

@@ -1,4 +1,4 @@
-"""Regular files, as they are told from everything else that a path may name."""
+"""Only regular files are read: pipes, sockets, devices and too large files are refused."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from tests.refusals import refused
 
 @pytest.fixture
 def special_files(tmp_path):
-    """{kind: path} of files that are not regular."""
+    """Paths of files that are not regular, by kind."""
     pipe = tmp_path / 'pipe'
     os.mkfifo(pipe)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -54,7 +54,7 @@ def test_a_directory_raises_the_usual_error(tmp_path):
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
     path = tmp_path / 'file'
     with path.open('wb') as file:
-        file.truncate(LARGEST + 1)  # takes no room on the disk
+        file.truncate(LARGEST + 1)  # a hole, which takes no space on the disk
 
     with refused('it has 4,294,967,297 bytes, and ', UnsuitableFileError):
         read_regular(path)

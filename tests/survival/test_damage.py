@@ -40,8 +40,7 @@ SMALL = dataclasses.replace(STUDY, base=BASE, tuning=TuningConfig())
 def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, name, every):
     """A run with a damaged file is refused, or ends bitwise as the sound run.
 
-    `small_run` is the config and directory of a finished run. A case is the name of a damage and
-    the damaged content of the file. Each `every`-th case is tried.
+    Each case is the name of a damage and the damaged content. Each `every`-th case is tried.
     """
     config, sound_run = small_run
     sound_content = (sound_run / name).read_bytes()
@@ -59,24 +58,24 @@ def test_a_damaged_run_is_refused_or_ends_as_the_sound_one(small_run, tmp_path, 
         try:
             train(config, run)
         except (ConfigError, CheckpointError) as error:
-            # One sentence names the file, which is left as it is.
+            # The message is one line that names the file. The file is not changed.
             assert name in str(error)
             assert '\n' not in str(error)
             assert damages.content_of(run / name) == content
-            # The run is not finished. Its only result.json may be the damaged one.
+            # No result.json is written. One exists only if it is itself the damaged file.
             has_results = (run / 'result.json').exists()
             assert has_results == (name == 'result.json')
         else:
-            # A log of metrics is repaired. A file that lacks only its checksum is accepted.
+            # metrics.jsonl is repaired. A file that lacks only its checksum is accepted.
             assert name == 'metrics.jsonl' or damage == '0: without crc32', damage
             assert_same_run(run, sound_run)
         shutil.rmtree(run)
 
 
 def write_run(config, workdir, **_):
-    """Stands in for `train`: writes the files of a finished run, whose trials all have the loss 2.
+    """Stands in for `train`: writes the files of a finished run, where each trial has loss 2.
 
-    The name of a run's directory `workdir` ends with the hash of its config.
+    The name of the directory `workdir` ends with the hash of the config.
     """
     config_hash = workdir.name.rpartition('-')[2]
     results = []
@@ -92,11 +91,11 @@ def write_run(config, workdir, **_):
         results.append(result)
 
     write_json(workdir / 'config.json', {'hash': config_hash, 'config': to_json(config)})
-    # The commit and machine of the only start of the run.
+    # The run was started once, with this commit and machine.
     write_json(workdir / 'provenance.json', {'starts': [START]})
     write_metrics(workdir, results, num_evals=2)
     write_documents(workdir, results, number=3)
-    # `write_documents` writes no checksum, and `write_json` adds it.
+    # `write_documents` writes no checksum. `write_json` adds one.
     documents = json.loads((workdir / 'documents.json').read_text())
     write_json(workdir / 'documents.json', documents)
     write_json(workdir / 'result.json', results)
@@ -104,15 +103,15 @@ def write_run(config, workdir, **_):
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    """The directory of a finished study. Training one of its runs again fails the test.
+    """The directory of a finished study, whose runs are written by `write_run`.
 
-    Its runs are not trained, but written by `write_run`.
+    If a test trains a run of the study, the test fails.
     """
     path = tmp_path_factory.mktemp('sound') / 'study'
     arms = build_arms(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, 'train', write_run)
-        # Arms are built once, and no data are read.
+        # To save time, the worker gets these arms again at each start, and reads no data.
         patch.setattr(worker, 'build_arms', lambda study: arms)
         patch.setattr(worker, 'rows_of', lambda config: None)
         patch.setattr(worker, 'check_documents', lambda rows, data: None)
@@ -154,7 +153,7 @@ def planned_run(study):
 def messages_about(study, file, damage, content, sound_files):
     """Reports a study with a damaged file, then resumes it, and returns all messages.
 
-    Asserts that no file is changed but plan.jsonl and results.jsonl. These are made again from the
+    Asserts that only plan.jsonl and results.jsonl may change, as they are made again from the
     results of the runs. At the end, all files are sound again.
 
     Args:
@@ -182,10 +181,10 @@ def messages_about(study, file, damage, content, sound_files):
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', (*OF_STUDY, *OF_PLANNED))
 def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, caplog, name, every):
-    """Where a file of a study is damaged, reporting and resuming the study name the file.
+    """If a file of a finished study is damaged, reporting or resuming the study names the file.
 
-    The fixture `study` is finished. If one of its runs were trained again, the test would fail. A
-    case is the name of a damage and the damaged content. Each `every`-th case is tried.
+    The fixture `study` fails the test if a run is trained again. Each case is the name of a damage
+    and the damaged content. Each `every`-th case is tried.
     """
     directory = study if name in OF_STUDY else planned_run(study)
     file = directory / name
@@ -203,7 +202,7 @@ def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, c
         messages = messages_about(study, file, damage, content, sound_files)
 
         for message in messages:
-            # A message about other settings lists them on lines of their own.
+            # A message about other settings lists them in further lines.
             sentence, _, _ = message.partition('holds a study with other')
             assert '\n' not in sentence
         is_named = any(name in text for text in (*messages, caplog.text))
@@ -211,8 +210,8 @@ def test_a_damaged_file_of_a_study_is_named_and_no_run_is_trained_again(study, c
             damages_not_named.add(damage)
 
     if name in DERIVED or name == 'metrics.jsonl':
-        # Not every field of these files is read. Of the damages that replace all of their content,
-        # two may pass: no lines, and all lines twice.
+        # Not every field of these files is read, so damages of fields may pass. Only two damages of
+        # the whole file may pass: no lines, and all lines twice.
         damages_of_whole_file = damages_not_named & damages.DAMAGES.keys()
         assert damages_of_whole_file.issubset({'twice', 'empty'})
     else:

@@ -1,8 +1,8 @@
-"""A run and a study that an earlier version was killed in: this one brings both to their end.
+"""This version of the code finishes a run and a study that an earlier version began.
 
-Each archive in fixtures/ is a directory as `kill -9` left it at step 6 of 12, with a checkpoint at
-step 4; expected.json holds the losses of the same version undisturbed. The archives come from one
-processor, so the steps after the checkpoint agree to rounding and no better.
+Each archive in fixtures/ is a directory of a run or study that was killed by `kill -9` at step 6 of
+12. Its last checkpoint is of step 4. expected.json has the losses of the earlier version without
+the kill. Another processor may round differently, so losses after step 4 agree only to rounding.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ ATOL = 1e-4
 def extract(name: str, directory: Path) -> Path:
     """Unpacks a directory that an earlier version wrote."""
     with tarfile.open(FIXTURES / f'{name}.tar.xz') as archive:
-        # The argument `filter` would do the same from Python 3.11.4 on.
+        # Python 3.11.4 and later can do the same with the argument `filter`.
         archive.extraction_filter = lambda member, path: member
         archive.extractall(directory)
     return directory / name
@@ -39,9 +39,9 @@ def log_lines(run: Path) -> list[bytes]:
 
 
 def assert_resumed_after_step_4(run: Path, lines_before: list[bytes]) -> None:
-    """Checks that a run was started again, from the checkpoint of step 4.
+    """Checks that a run was started a second time, from the checkpoint of step 4.
 
-    The log keeps its 5 lines up to step 4. The lines after them are written again.
+    The log keeps its 5 lines up to step 4. All later lines are written again.
     """
     kept_lines = [line for line in lines_before if json.loads(line)['step'] <= 4]
     assert len(kept_lines) == 5
@@ -53,8 +53,8 @@ def assert_resumed_after_step_4(run: Path, lines_before: list[bytes]) -> None:
 def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
     """This version of the code finishes a run that an earlier version began.
 
-    The run was killed at step 6 of 12, and has a checkpoint of step 4. `EXPECTED` has the losses
-    with which the earlier version finished the same run undisturbed.
+    The run was killed at step 6 of 12, and has a checkpoint of step 4. `EXPECTED` has the losses of
+    the same run when the earlier version was not killed.
     """
     run = extract('run', tmp_path)
     lines_before = log_lines(run)
@@ -65,8 +65,8 @@ def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
 
     assert_resumed_after_step_4(run, lines_before)
 
-    # Losses of all steps and evaluations, with a number for each trial. Another processor may
-    # round the steps after the checkpoint differently.
+    # The losses of all steps and evaluations, each a list with a number for each trial. Another
+    # processor may round differently after the checkpoint.
     records = read_metrics(run / 'metrics.jsonl')
     train_losses = [record['loss'] for record in records if record['kind'] == 'train']
     val_losses = [record['val_loss'] for record in records if record['kind'] == 'eval']
@@ -81,8 +81,8 @@ def test_a_run_of_an_earlier_version_resumes_with_its_records(tmp_path):
 def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
     """This version of the code finishes a study that an earlier version began.
 
-    One of its runs is finished. The other was killed at step 6 of 12, with a checkpoint of step 4.
-    `EXPECTED` has the results with which the earlier version finished it undisturbed.
+    One run of the study is finished. The other was killed at step 6 of 12, with a checkpoint of
+    step 4. `EXPECTED` has the results of the study when the earlier version was not killed.
     """
     path = extract('study', tmp_path)
     [finished_result] = path.glob('runs/*/result.json')
@@ -107,15 +107,15 @@ def test_a_study_of_an_earlier_version_resumes_its_killed_run_alone(tmp_path):
 
     worker.run(study, path)
 
-    # The finished run is left alone. Training it again would write checkpoints.
+    # The finished run is not trained again, which would write checkpoints.
     assert finished_result.stat().st_mtime_ns == time_of_result
     assert not (finished_run / 'checkpoints').exists()
     assert_resumed_after_step_4(killed_run, lines_before)
 
-    # The ledger has the declaration of the study, which stays the same.
+    # The ledger, with the declaration of the study, stays the same.
     assert (path / 'ledger.jsonl').read_bytes() == ledger_before
 
-    # The results of the killed run are added to those of the finished one.
+    # The results of the killed run are added behind the results of the finished run.
     results_after = (path / 'results.jsonl').read_bytes()
     assert results_after.startswith(results_before)
     results = [json.loads(line) for line in results_after.splitlines()]

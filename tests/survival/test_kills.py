@@ -1,7 +1,7 @@
-"""kill -9 and SIGTERM at random moments: what is finished is bitwise the undisturbed one.
+"""Runs and studies that get kill -9 or SIGTERM at random moments end bitwise as undisturbed ones.
 
-The quick test kills a run of one process once while it trains. The slow ones kill runs of one and
-of two processes, a run in a bucket and a study, KILLS times in any phase.
+The quick test kills a run of one process once, while it trains. The slow tests send KILLS signals
+to each of: a run of one process, a run of two processes, a run in a bucket, and a study.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ from tests.processes import environments
 from tests.runs import SMALL, assert_same_run, without_times
 from tests.study.test_plan import STUDY
 
-# Processes are forked from one that has imported everything. Runs in buckets are spawned, because
-# the threads of TensorStore do not survive a fork.
+# Processes are forked from a server that has imported all modules. For runs in buckets they are
+# spawned instead, because the threads of TensorStore do not survive a fork.
 FORKS = multiprocessing.get_context('forkserver')
 SPAWNS = multiprocessing.get_context('spawn')
 FORKS.set_forkserver_preload([__name__])
 
-# The phases of a run, and how often a random disturbance falls into each.
+# The phases of a run, with weights for drawing the phase in which a signal is sent.
 PHASES = {
     'starting': 0,
     'preparing data': 0,
@@ -56,7 +56,7 @@ PHASES = {
     'anywhere': 4,
 }
 NAMES = list(PHASES)
-# Seconds that a run is left alone in a phase, at most.
+# The longest time from the beginning of a phase to a signal, in seconds.
 LINGER = {'training': 0.3, 'saving': 0.05, 'anywhere': 8.0}
 LIMIT = 600.0
 
@@ -65,11 +65,11 @@ def run_to_end(settings, workdir: str, log: str, phase_index, environment: dict[
     """Trains a run or works on a study, and exits as the command does.
 
     Args:
-        settings: Those of a run or of a study.
+        settings: The config of a run, or a study.
         workdir: The directory of results.
         log: The file for standard output and standard error.
-        phase_index: A shared number, which is kept at the index of the current phase in NAMES.
-        environment: Variables of this process.
+        phase_index: A number in shared memory, set to the index of the current phase in NAMES.
+        environment: Environment variables of this process.
     """
     log_descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log_descriptor, 1)
@@ -81,7 +81,7 @@ def run_to_end(settings, workdir: str, log: str, phase_index, environment: dict[
     @contextlib.contextmanager
     def reported_phase(self: Progress, name: str) -> Iterator[None]:
         index_before = phase_index.value
-        if name in NAMES:  # 'opening devices' is not
+        if name in NAMES:  # the phase 'opening devices' is not in NAMES
             phase_index.value = NAMES.index(name)
         with real_phase(self, name):
             yield
@@ -114,26 +114,26 @@ def run_to_end(settings, workdir: str, log: str, phase_index, environment: dict[
 
 
 class Job:
-    """A start of a run or a study, with one process per row of its mesh."""
+    """The processes of one start of a run or a study. Their number is `mesh.data`."""
 
     def __init__(self, settings, workdir: str, logs: Path):
         """Starts the processes of a job, which train a run or work on a study.
 
         Args:
-            settings: Those of a run or of a study.
+            settings: The config of a run, or a study.
             workdir: The directory of results, which may be in a bucket.
-            logs: A directory for what the processes print, with a file for each.
+            logs: A directory for the printed output, with a file for each process.
         """
         self.workdir = as_path(workdir)
         self.logs = logs
         logs.mkdir(exist_ok=True)
         context = SPAWNS if is_url(workdir) else FORKS
-        # A number that the processes share: the index in NAMES of the phase that they are in.
+        # The index of the current phase in NAMES. All processes share this number.
         self._phase_index = context.Value('i', 0)
 
         config = settings if isinstance(settings, Config) else settings.base
         num_processes = config.mesh.data
-        # The variables by which several processes find each other.
+        # Environment variables by which the processes of a job find each other.
         environment_of_rank = environments(num_processes) if num_processes > 1 else [{}]
         self.processes = []
         for rank, environment in enumerate(environment_of_rank):
@@ -145,9 +145,9 @@ class Job:
             self.processes.append(process)
 
     def phase(self) -> str:
-        """The phase that a process has reported last, or 'saving'."""
+        """The last reported phase, or 'saving' while the job writes a checkpoint."""
         reported = NAMES[self._phase_index.value]
-        # In earlier phases, an unfinished checkpoint is one that a killed start has left.
+        # In other phases, an unfinished checkpoint was left by an earlier start that was killed.
         saves_checkpoints = reported in ('training', 'evaluating', 'measuring')
         if saves_checkpoints and not is_url(self.workdir):
             for checkpoints in ('checkpoints', 'runs/*/checkpoints'):
@@ -161,8 +161,8 @@ class Job:
     def wait_for_moment_in(self, phase: str, rng) -> bool:
         """Waits for a random moment in a phase. Returns whether all processes are alive then.
 
-        The moment is at most LINGER[phase] seconds after the beginning of the phase. If a process
-        ends before, the method returns at once. The phase 'anywhere' begins at once.
+        The moment is at most LINGER[phase] seconds after the beginning of the phase. The phase
+        'anywhere' begins at once. If a process ends before that moment, returns False at once.
         """
         deadline = time.monotonic() + LIMIT
         while self.is_alive() and phase not in ('anywhere', self.phase()):
@@ -178,8 +178,8 @@ class Job:
     def disturb(self, sent_signal: int, rng) -> None:
         """Sends a signal to the processes in random order, and waits until they have ended.
 
-        Checks that processes which get SIGTERM save a checkpoint and exit with EXIT_REQUEUE, 75.
-        Processes that have just finished exit with 0.
+        After SIGTERM, checks that the job has saved a checkpoint and exited with EXIT_REQUEUE. A
+        job that has just finished may exit with 0 instead.
         """
         phase = self.phase()
         longest_pause = 0.02 if len(self.processes) > 1 else 0
@@ -191,10 +191,10 @@ class Job:
         exit_codes = self.exit_codes()
         # A process that is starting does not handle signals yet.
         if sent_signal == signal.SIGTERM and phase != 'starting':
-            # All processes of a job end in the same way.
+            # All processes of a job exit with the same code.
             assert exit_codes in ({0}, {EXIT_REQUEUE}), exit_codes
 
-            # The checkpoint is of the last step that was logged.
+            # The last logged step has a checkpoint.
             log = self.workdir / 'metrics.jsonl'
             is_in_steps = phase in ('training', 'evaluating')
             if is_in_steps and EXIT_REQUEUE in exit_codes and log.exists():
@@ -221,7 +221,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    """Two finished runs, or two finished studies, have the same results, except for times."""
+    """Asserts that two finished runs or studies have the same results, except for times."""
     is_study = (one / 'study.json').exists()
     if not is_study:
         assert_same_run(one, other)
@@ -249,10 +249,10 @@ def undisturbed(tmp_path_factory):
 
 
 def random_phases(kind: str, rng) -> list[str]:
-    """The phases in which a run is disturbed; their number is the variable KILLS."""
+    """Draws as many phases as the environment variable KILLS says; each gets a signal."""
     weight_of_phase = dict(PHASES)
     if kind == 'bucket':
-        # A bucket does not show that a checkpoint is being saved.
+        # In a bucket, `Job.phase` does not see that a checkpoint is being saved.
         del weight_of_phase['saving']
     num_kills = int(os.environ.get('KILLS', 20))
     return rng.choices(list(weight_of_phase), list(weight_of_phase.values()), k=num_kills)
@@ -271,8 +271,9 @@ def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
 
     1. Each start gets one signal, at a random moment of a random phase, such as 'saving'.
     2. The next start continues in the same directory.
-    3. If a start ends before that moment, its results are compared, and another directory is begun.
-    4. After the last signal, a start is left alone to end.
+    3. If a start ends before its signal, its results are compared. The next start gets a new
+       directory.
+    4. After the last signal, one more start runs to the end, and its results are compared.
     """
     # `tiny` makes the config of a run that trains within seconds.
     settings = tiny(
@@ -288,7 +289,7 @@ def test_a_run_or_study_disturbed_by_signals_ends_as_if_undisturbed(
         request.getfixturevalue('bucket')  # sets environment variables for the processes
         root = 'gs://runs'
 
-    # The printed seed repeats the random moments of a failure.
+    # To repeat the random moments of a failure, set SEED to the printed number.
     seed = os.environ.get('SEED') or str(time.time_ns())
     print(f'SEED={seed}')
     rng = random.Random(seed)
