@@ -1,7 +1,7 @@
-"""A bucket server in memory, on loopback: what qkattn needs of the Cloud Storage JSON API.
+"""A bucket server in memory, with the part of the Cloud Storage JSON API that qkattn needs.
 
-It has uploads, ranges, listings, and preconditions on generations, which the emulators on PyPI
-lack. Every request to a bucket named `forbidden` is refused, and every change of `read-only`.
+Unlike emulators on PyPI, it checks preconditions on generations, that is, versions of an object.
+The bucket `forbidden` refuses all requests, and the bucket `read-only` refuses all changes.
 """
 
 import base64
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 
 class Refused(Exception):
-    """An answer that is an error, with its status."""
+    """An error answer. The argument is its status, such as 404."""
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -41,16 +41,16 @@ class Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, *buckets: str):
-        """Starts a server of empty buckets with these names, in a thread, on any free port."""
+        """Starts a server with empty buckets of these names, in a thread, on any free port."""
         any_port = 0
         super().__init__(('127.0.0.1', any_port), Handler)
         # The objects of each bucket by name.
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.lock = threading.RLock()
-        # A resumable upload takes two requests. After the first one, its ID has an entry here: the
-        # name of the object, and the query of the first request.
+        # A resumable upload takes two requests. Between them, this has the name of the object and
+        # the query of the first request, by the ID of the upload.
         self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
-        self.numbers = itertools.count(1)  # of generations and uploads
+        self.numbers = itertools.count(1)  # the next generation or ID of an upload
         self.skew = datetime.timedelta()  # how far the server's clock is ahead of this machine's
         self.url = f'http://127.0.0.1:{self.server_port}'
 
@@ -80,11 +80,11 @@ class Server(http.server.ThreadingHTTPServer):
         return datetime.datetime.now(datetime.UTC) + self.skew
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors of connections, which clients that are killed leave open."""
+        """Ignores errors of connections, because tests kill clients."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
+    """Answers the requests of one connection."""
 
     protocol_version = 'HTTP/1.1'
     disable_nagle_algorithm = True
@@ -100,7 +100,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body_length = int(self.headers.get('Content-Length', 0))
         self.body = self.rfile.read(body_length)
 
-        # The path is such as /storage/v1/b/BUCKET/o/NAME, or begins with /upload or /download.
+        # A path looks like /storage/v1/b/BUCKET/o/NAME. It may begin with /upload or /download.
         kind, bucket, objects, name = PATH.fullmatch(url.path).groups()
         headers: dict[str, str] = {}
         try:
@@ -111,7 +111,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             answer = {'error': {'code': status, 'message': f'refused with {status}'}}
 
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        # `headers` may have another Content-Type.
+        # `headers` may replace the Content-Type.
         self._send(status, content, {'Content-Type': 'application/json'} | headers)
 
     do_GET = do_POST = do_PUT = do_DELETE = _handle
@@ -139,9 +139,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             name: Quoted name of an object, or '' for a request about all objects.
 
         Raises:
-            Refused: The answer is an error with this status.
+            Refused: The answer is an error.
         """
-        # Buckets with these names refuse all requests, or all changes.
+        # `forbidden` refuses all requests, and `read-only` refuses all changes.
         if bucket == 'forbidden':
             raise Refused(403)
         if bucket == 'read-only' and self.command != 'GET':
@@ -149,7 +149,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if bucket not in self.server.buckets:
             raise Refused(404)
 
-        # Requests that name no object in their path.
+        # These requests name no object in their path.
         if not objects:
             return 200, {'kind': 'storage#bucket', 'name': bucket}, {}
         if kind == 'upload':
@@ -157,7 +157,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not name:
             return 200, self._listing(bucket), {}
 
-        # Requests for one object: to delete it, for its content, or for its metadata.
+        # A request about one object deletes it, or asks for its content or its metadata.
         name = urllib.parse.unquote(name)
         self._check_generation(bucket, name, self.query)
         stored = self.server.buckets[bucket].get(name)
@@ -171,7 +171,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return 200, self._metadata(bucket, name), {}
 
     def _check_generation(self, bucket: str, name: str, query: dict[str, str]) -> None:
-        """Raises Refused where a condition of the query on the generation does not hold."""
+        """Raises Refused if the query has a condition on the generation that does not hold."""
         stored = self.server.buckets[bucket].get(name)
         generation = str(stored.generation) if stored else '0'
         if query.get('ifGenerationMatch', generation) != generation:
@@ -180,12 +180,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(304 if self.command == 'GET' else 412)
 
     def _metadata(self, bucket: str, name: str) -> dict[str, Any]:
-        """Returns what the JSON API of Cloud Storage tells about an object.
+        """Returns the metadata of an object, as the JSON API of Cloud Storage writes them.
 
         https://cloud.google.com/storage/docs/json_api/v1/objects#resource describes the fields.
         """
         stored = self.server.buckets[bucket][name]
-        # The API writes UTC as 'Z', and Python as '+00:00'.
+        # The API writes UTC as 'Z', but Python writes it as '+00:00'.
         updated = stored.updated.isoformat(timespec='milliseconds').replace('+00:00', 'Z')
         checksum_bytes = google_crc32c.Checksum(stored.data).digest()
         checksum = base64.b64encode(checksum_bytes).decode()
@@ -193,7 +193,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             'kind': 'storage#object',
             'bucket': bucket,
             'name': name,
-            # Whole numbers are strings in the API.
+            # The API writes whole numbers as strings.
             'size': str(len(stored.data)),
             'generation': str(stored.generation),
             'metageneration': '1',  # metadata are never changed here
@@ -204,8 +204,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _listing(self, bucket: str) -> dict[str, Any]:
         """Lists the objects whose names begin with the prefix of the query.
 
-        With the delimiter '/', lists what is directly below the prefix, as `ls` does. For example,
-        'a/' has the object 'a/b' directly below it, and the folder 'a/c/' of the object 'a/c/d'.
+        With the delimiter '/', lists only what is directly below the prefix, as `ls` does. For
+        example, take the prefix 'a/' and the objects 'a/b' and 'a/c/d'. The result has the object
+        'a/b' and the folder 'a/c/'.
         """
         prefix = self.query.get('prefix', '')
         delimiter = self.query.get('delimiter')  # '/' or None
@@ -222,11 +223,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return {'kind': 'storage#objects', 'items': items, 'prefixes': sorted(folders)}
 
     def _download(self, stored: Stored) -> tuple[int, bytes, dict[str, str]]:
-        """Answers with the data of an object, or with a range of its bytes.
+        """Returns status, content and headers of an answer with the data of an object.
 
-        The header Range of the request asks for a range. Returns status, content and headers. The
-        status is 200 for all bytes, and 206 for a range. A range that begins behind the last byte
-        is refused with 416.
+        If the request has the header Range, the answer has a range of bytes, with the status 206.
+        Else the status is 200. A range that begins behind the last byte is refused with 416.
         """
         headers = OCTETS | {'x-goog-generation': str(stored.generation)}
         size = len(stored.data)
@@ -234,7 +234,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if byte_range is None:
             return 200, stored.data, headers
 
-        # The forms of a range are FIRST-LAST, FIRST- and -LENGTH, the last bytes of an object.
+        # A range is FIRST-LAST, FIRST-, or -LENGTH for the last LENGTH bytes.
         first, last_or_length = byte_range.groups()
         start = int(first) if first else max(0, size - int(last_or_length))
         stop = size
@@ -247,14 +247,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return 206, stored.data[start:stop], headers
 
     def _upload(self, bucket: str) -> tuple[int, Any, dict[str, str]]:
-        """Stores an object that is uploaded in one of three ways.
+        """Stores an uploaded object. Returns status, content and headers of the answer.
+
+        The query says how the object is uploaded:
 
         media: The query has the name, and the body is the object.
         multipart: The body has a part with the name, and a part with the object.
-        resumable: A first request gives the name. The answer is a URL. A second request, to that
-            URL, has the object as its body.
-
-        Returns status, content and headers of the answer.
+        resumable: The first request has the name, and is answered with a URL. The second request
+            goes to this URL, and its body is the object.
         """
         query = self.query
         data = self.body
@@ -263,7 +263,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             # The second request of a resumable upload.
             name, query = self.server.uploads.pop(query['upload_id'])
         elif query['uploadType'] == 'resumable':
-            # The first request. Nothing is stored before the second one.
+            # The first request of a resumable upload stores no object.
             upload_id = str(next(self.server.numbers))
             name = name or json.loads(data)['name']
             self.server.uploads[upload_id] = (name, query)
@@ -273,7 +273,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             metadata, data = self._parts_of_body()
             name = json.loads(metadata)['name']
 
-        # The query may refuse to replace another generation, that is, version, of the object.
+        # The query may demand that the object has a certain generation, or does not exist yet.
         self._check_generation(bucket, name, query)
         self.server.put(bucket, name, data)
         return 200, self._metadata(bucket, name), {}

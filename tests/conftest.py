@@ -34,10 +34,11 @@ from qkattn.train.program_cache import keep_programs
 from tests.fixtures import bucket, chromium, outside, unread  # noqa: F401, fixtures
 from tests.runs import built_once, programs_kept, small_run  # noqa: F401, fixtures
 
-# As scripts do, which some tests run in this process.
+# Scripts call this too, and some tests run scripts in this process.
 keep_programs()
 
-# git is asked for the commit of this checkout once. Every run would start three processes of git.
+# Every run asks git for the commit of this checkout, with three processes. Here the first answer is
+# kept.
 PACKAGE = Path(run_directory.__file__).resolve().parents[1]
 git_state = run_directory.git_state
 cached_git_state = functools.cache(git_state)
@@ -66,14 +67,14 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_finish():
-    """Makes the garbage collector run rarely, which would take a seventh of the time."""
+    """Makes the garbage collector run rarely. By default it takes a seventh of the time."""
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Lets JAX lower cuDNN's attention as for a Hopper GPU. The programs cannot run."""
+    """Lets JAX lower cuDNN's attention for a Hopper GPU, without running it."""
     module = 'jax._src.cudnn.fused_attention_stablehlo'
     monkeypatch.setattr(f'{module}.check_cudnn_version', lambda: 91000)
     monkeypatch.setattr(f'{module}.check_compute_capability', lambda least: True)
@@ -92,8 +93,8 @@ def data_dir(tmp_path_factory):
 def tiny(data_dir):
     """A function that makes the config of a run which trains within seconds.
 
-    The run trains two seeds of a model with two layers for 12 steps. It evaluates the model and
-    saves a checkpoint every 4 steps. `tiny(train={'num_steps': 8})` changes fields of a section.
+    The run trains two seeds for 12 steps, and evaluates and saves a checkpoint every 4 steps. For
+    example, `tiny(train={'num_steps': 8})` replaces a field of the section `train`.
     """
     settings = {
         'model': {'d_model': 32, 'num_layers': 2, 'num_heads': 2, 'context': 16},
@@ -103,7 +104,7 @@ def tiny(data_dir):
             'num_steps': 12,
             'batch_size': 8,
             'accumulation': 2,
-            'steps_per_dispatch': 1,  # steps that one call of a compiled program makes
+            'steps_per_dispatch': 1,  # steps in one call of a compiled program
             'log_every': 1,
             'eval_every': 4,
             'checkpoint_every': 4,
@@ -133,9 +134,9 @@ memory_limit = 2 * GIB  # bytes
 
 @pytest.fixture(autouse=True, scope='module')
 def compiled_programs_are_dropped():
-    """Drops compiled programs after a module of tests, if the process has needed over 2 GiB.
+    """Drops compiled programs after a module of tests, if the process has used over 2 GiB.
 
-    Most small programs recur in other modules, so they are not dropped after every module.
+    Below this limit programs are kept, because other modules use most small programs again.
     """
     global memory_limit
     yield
@@ -143,5 +144,5 @@ def compiled_programs_are_dropped():
     peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if peak_memory > memory_limit:
         jax.clear_caches()
-        # The peak never falls, so programs are dropped again half a GiB later.
+        # The peak never falls. So the next limit is half a GiB above the present peak.
         memory_limit = peak_memory + GIB // 2

@@ -29,11 +29,11 @@ PICKLE = pickle.dumps(_Payload())
 
 
 def _always(content: bytes) -> Callable[[bytes], bytes]:
-    """A damage that puts this content in the place of any."""
+    """A damage that replaces any content by this content."""
     return lambda _: content
 
 
-# What JSON may hold instead of an object.
+# Lines of JSON that are valid, but not the expected object.
 JSON_TEXTS = ('null', '3', '"text"', '[]', '{}', '[null]', '[{}]')
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     'a pickle': _always(PICKLE),
@@ -49,9 +49,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def some(cases: list[T], name: str, every: int) -> list[T]:
-    """Returns the first case, which is a pickle, and each `every`-th of the others.
+    """Returns the first case, which is a pickle, and every `every`-th of the other cases.
 
-    The second case that is returned depends on the name, so that files get different damages.
+    Where the others start depends on the length of `name`, so that files get different damages.
     """
     others = cases[1:]
     start = len(name) % min(every, EVERY // 2)
@@ -59,7 +59,7 @@ def some(cases: list[T], name: str, every: int) -> list[T]:
 
 
 class Special(enum.Enum):
-    """What may be in the place of a file."""
+    """What may stand in the place of a regular file."""
 
     DIRECTORY = enum.auto()
     PIPE = enum.auto()  # nothing writes to it
@@ -71,13 +71,13 @@ def replace(path: Path, content: bytes | Special) -> None:
     Bytes become a file. Special.DIRECTORY becomes an empty directory, and Special.PIPE a named
     pipe.
     """
-    # An earlier call may have left a directory, which is empty, or a pipe.
+    # An earlier call may have left an empty directory or a pipe.
     if path.is_dir():
         path.rmdir()
     elif not path.is_file():
         path.unlink(missing_ok=True)
 
-    # A file is overwritten, not made again.
+    # An existing file is overwritten without being deleted first.
     if isinstance(content, bytes):
         path.write_bytes(content)
         return
@@ -109,11 +109,17 @@ def whole(content: bytes) -> Iterator[tuple[str, bytes | Special]]:
 
 
 def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, damaged content): without each field, then with another type of the field.
+    r"""Yields (name, damaged content), where each field is removed or gets another type.
 
-    A file of JSON counts as one line. JSON Lines are damaged in the first line, then in the last
-    line. A line that is a list is damaged in its first object. A name begins with the index of the
-    line. The damage '0: without data.name' removes the field `name` of the object `data`.
+    For example, the content {"a": {"b": 1}} gives
+
+        ('0: without a', b'{}\n')
+        ('0: with another a', b'{"a": 3}\n')
+        ('0: without a.b', b'{"a": {}}\n')
+        ('0: with another a.b', b'{"a": {"b": "text"}}\n')
+
+    The number 0 is the index of the damaged line. Of JSON Lines, the first and the last line are
+    damaged. If a line is a list, its first object is damaged.
     """
     try:
         lines = [json.loads(content)]  # one JSON value
@@ -136,13 +142,13 @@ def fields(content: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _object_at(lines: list[Any], place: int) -> dict[str, Any]:
-    """Returns the object of a line, or the first one where the line has a list."""
+    """Returns the object in a line, or the first object if the line is a list."""
     line = lines[place]
     return line[0] if isinstance(line, list) else line
 
 
 def _paths(value: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns the paths of all fields, and of the fields of objects in them."""
+    """Returns the paths of all fields, then the paths of fields of inner objects."""
     outer: list[tuple[str, ...]] = [(name,) for name in value]
     inner: list[tuple[str, ...]] = []
     for name, content in value.items():
@@ -173,5 +179,5 @@ def _encoded(lines: list[Any]) -> bytes:
 
 
 def _other_type(value: Any) -> Any:
-    """Returns 3 in place of a text, a list or an object, and a text in place of the others."""
+    """Returns 3 for a text, a list or an object, and 'text' for any other value."""
     return 3 if isinstance(value, str | list | dict) else 'text'

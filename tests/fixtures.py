@@ -36,7 +36,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def chosen(metafunc: pytest.Metafunc, kind: str, names: list[str]) -> None:
     """Parametrizes a test that has an argument `kind`, such as 'metric'.
 
-    The values are those of --metric on the command line, or else `names`.
+    If the command line has flags such as --metric=NAME, they replace `names` as values.
     """
     if kind in metafunc.fixturenames:
         given = metafunc.config.getoption(f'--{kind}')
@@ -65,21 +65,21 @@ def unread() -> Iterator[TextIO]:
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A server in memory of the buckets gs://runs and gs://read-only, where nothing can be changed.
+    """A server in memory with the buckets gs://runs and gs://read-only, which refuses changes.
 
-    This process and those that it starts use the server in place of Google Cloud Storage.
+    This process and its child processes use the server in place of Google Cloud Storage.
     """
     pytest.importorskip('gcsfs', reason="buckets need pip install -e '.[gcs]'")
-    # Imported here, as it needs gcsfs.
+    # The import is here, because the module needs packages that gcsfs brings.
     bucket_server = importlib.import_module('tests.bucket_server')
     server = bucket_server.Server('runs', 'read-only')
 
     for name in ('TENSORSTORE_GCS_HTTP_URL', 'GOOGLE_AUTH_TOKEN_FOR_TESTING'):
         monkeypatch.delenv(name, raising=False)
-    # Clients of buckets send their requests to this URL, and look for no machine of Google's.
+    # Clients of buckets send requests to this URL, and do not ask Google's metadata server.
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
     monkeypatch.setenv('NO_GCE_CHECK', 'true')
-    # Clients that were made before would go on using another server.
+    # Clients that were made earlier would keep using another server.
     forget_buckets()
 
     yield server

@@ -7,13 +7,13 @@ import pytest
 
 
 def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list:
-    """Returns the cases for `pytest.mark.parametrize`, with all marked `slow` but the quick ones.
+    """Returns the cases for `pytest.mark.parametrize`, and marks all but the quick ones `slow`.
 
-    A usual run of the tests leaves out what is marked `slow`.
+    A usual run of the tests skips the slow cases.
 
     Args:
-        quick: Those of the cases that are tried in every run.
-        cases: The values of an argument. A tuple has the values of several arguments.
+        quick: The cases that are not marked.
+        cases: All cases. A case is a value, or a tuple if the test has several arguments.
     """
     params = []
     for case in cases:

@@ -27,8 +27,10 @@ GIT_IDENTITY = {
 def git(directory: Path, *arguments: str) -> str:
     """Runs a git command in a directory and returns what it prints.
 
-    Commits have the author GIT_IDENTITY. The first branch of a repository is `main`. A command that
-    fails raises CalledProcessError.
+    Commits have the author GIT_IDENTITY. The first branch of a new repository is `main`.
+
+    Raises:
+        CalledProcessError: The command failed.
     """
     finished = subprocess.run(
         ['git', '-c', 'init.defaultBranch=main', *arguments],
@@ -86,16 +88,17 @@ def start_job(source: str, count: int, *arguments: object, **variables: str) -> 
 def wait_for_results(
     processes: list[subprocess.Popen], timeout: float = 120
 ) -> list[tuple[int, str, str]]:
-    """Waits until all processes have ended, and returns what each of them gave.
-
-    If a process does not end, raises subprocess.TimeoutExpired and kills all processes.
+    """Waits until all processes have ended, and returns their exit codes and outputs.
 
     Args:
-      processes: processes with pipes for both outputs, as `start_python` starts them.
-      timeout: how long to wait for each process, in seconds.
+        processes: Processes with pipes for both outputs, as from `start_python`.
+        timeout: How long to wait for each process, in seconds.
 
     Returns:
-      Exit code, standard output and standard error of each process, in the order of `processes`.
+        Exit code, standard output and standard error of each process, in the order of `processes`.
+
+    Raises:
+        subprocess.TimeoutExpired: A process did not end in time. All processes are killed.
     """
     results = []
     try:
@@ -104,13 +107,13 @@ def wait_for_results(
             results.append((process.returncode, output, errors))
         return results
     finally:
-        # After a timeout, processes may still be running. Killing one that has ended does nothing.
+        # After a timeout, processes may still be running. Killing an ended process does nothing.
         for process in processes:
             process.kill()
 
 
 def wait_until(holds, seconds: float = 120, why=lambda: 'it did not happen') -> None:
-    """Waits until `holds()` is true; fails with the message `why()` after `seconds`."""
+    """Waits until `holds()` is true, and fails after `seconds` with the message `why()`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, why()
@@ -123,7 +126,7 @@ def is_running(pid: int) -> bool:
         status = Path(f'/proc/{pid}/stat').read_text()
     except OSError:  # there is no process with this ID
         return False
-    # The file is such as '42 (python) S 1 ...'. The name of the program may hold spaces.
+    # The content looks like '42 (python) S 1 ...'. The name of the program may contain spaces.
     _, _, after_name = status.rpartition(')')
     state = after_name.split()[0]
     # A process that has ended stays a zombie until its parent has read its exit code.
@@ -154,7 +157,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def other_modes(directory: Path, mask: int) -> dict[str, str]:
-    """Files and directories whose mode is not the one that the umask `mask` gives, with modes."""
+    """The modes of all files and directories whose mode differs from what the umask gives."""
     modes = {}
     for path in [directory, *directory.rglob('*')]:
         mode = path.stat().st_mode & 0o777
@@ -166,9 +169,9 @@ def other_modes(directory: Path, mask: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a `with` block that takes longer; for the main thread only.
+    """Raises TimeoutError if a `with` block takes longer. Works only in the main thread.
 
-    A timer sends the signal SIGALRM to this process, whose handler raises the error.
+    A timer sends the signal SIGALRM to this process, and the handler raises the error.
     """
 
     def raise_timeout(signal_number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Bad input must be answered by one sentence."""
+"""A check that bad input raises an error with a message of one line."""
 
 import contextlib
 from collections.abc import Iterator

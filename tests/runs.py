@@ -24,12 +24,13 @@ SMALL = {'num_layers': 1, 'd_model': 16}
 def built_once():
     """A function like `program.build` that compiles the program of each config only once.
 
-    The lifting says how the trials of a run are computed, such as one after another.
+    `lifting` says how the trials of a run are computed. For example, 'map' computes one after
+    another.
     """
     cached_build = functools.cache(BUILD)
 
     def build(config, lifting=None):
-        # Without a lifting, that of the config is used. The cache has one entry for both calls.
+        # The default is the lifting of the config. Both ways to call share one entry of the cache.
         if lifting is None:
             lifting = config.train.lifting
         return cached_build(config, lifting)
@@ -64,7 +65,7 @@ def results_of(run: Path) -> list[dict]:
 
 
 def without_times(records: list[dict]) -> list[dict]:
-    """Copies of records without the fields for times and speeds, which differ between runs."""
+    """Copies of the records without times and speeds, which differ between equal runs."""
     fields_of_time = TIMES | SPEEDS
     copies = []
     for record in records:
@@ -82,18 +83,18 @@ def assert_same_run(run: Path, expected: Path) -> None:
         run: The directory of a run, which may have been stopped and resumed.
         expected: The directory of a run of the same config.
     """
-    # The loss on each document, and the results of each trial.
+    # The losses on documents and the results of trials are equal.
     assert (run / 'documents.json').read_bytes() == (expected / 'documents.json').read_bytes()
     assert without_times(results_of(run)) == without_times(results_of(expected))
 
-    # The records that were logged during training, with their fields in the same order.
+    # The records that were logged during training have equal fields, in the same order.
     records = read_metrics(run / 'metrics.jsonl')
     expected_records = read_metrics(expected / 'metrics.jsonl')
     assert without_times(records) == without_times(expected_records)
     for record, expected_record in zip(records, expected_records, strict=True):
         assert list(record) == list(expected_record)
 
-    # The parameters and the state of the optimizer in the last checkpoint.
+    # The last checkpoint has the same parameters and the same state of the optimizer.
     config, step, state = load_stack(run)
     _, expected_step, expected_state = load_stack(expected)
     assert step == config.train.num_steps
@@ -105,7 +106,7 @@ def assert_same_run(run: Path, expected: Path) -> None:
     logged_steps = [record['step'] for record in records if record['kind'] == 'train']
     assert logged_steps == list(range(log_every, step + 1, log_every))
 
-    # Nothing is left of writing a file, of a damaged checkpoint or of a deleted one.
+    # No temporary file, damaged checkpoint or deleted checkpoint is left.
     for directory in (run, run / 'checkpoints'):
         for path in directory.iterdir():
             assert not path.name.endswith(('tmp', '.damaged', 'trash'))
@@ -114,8 +115,8 @@ def assert_same_run(run: Path, expected: Path) -> None:
 def assert_close(run: Path, expected: Path) -> None:
     """Asserts that two runs have the same records, with losses that agree to rounding.
 
-    The runs may have added numbers in another order, as on other devices. Numbers of tokens, steps
-    and statuses are equal. Times are not compared.
+    Losses may differ, because other devices may add numbers in another order. Times are not
+    compared.
     """
     exact_fields = ['kind', 'step', 'status', 'diverged_at', 'eval_tokens', 'eval_rows', 'val_bleu']
     close_fields = ['loss', 'val_loss', 'test_loss', 'val_loss_se']
@@ -125,7 +126,7 @@ def assert_close(run: Path, expected: Path) -> None:
     records = [*results_of(run), *read_metrics(run / 'metrics.jsonl')]
     expected_records = [*results_of(expected), *read_metrics(expected / 'metrics.jsonl')]
     for record, expected_record in zip(records, expected_records, strict=True):
-        # A record has some of the fields.
+        # Each record has only some of the fields. A missing field is None in both records.
         for name in exact_fields:
             assert record.get(name) == expected_record.get(name), name
         for name in close_fields:
@@ -136,6 +137,6 @@ def assert_close(run: Path, expected: Path) -> None:
     documents = contents['validation']
     expected_documents = expected_contents['validation']
     assert documents['tokens'] == expected_documents['tokens']
-    # The losses of each trial on C documents, in nats. Each is a sum over a document's tokens.
+    # For each trial, the losses on C documents. A loss is a sum over tokens, in nats.
     for nats_C, expected_nats_C in zip(documents['nats'], expected_documents['nats'], strict=True):
         assert nats_C == pytest.approx(expected_nats_C, abs=1e-3)

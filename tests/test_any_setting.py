@@ -46,7 +46,8 @@ CONFIGS = {
     'study': from_json(Study, STUDY),
 }
 FIELDS = {kind: declared.settings(type(config)) for kind, config in CONFIGS.items()}
-# Each setting once: those of a run, those of translation alone, those of a study besides its base.
+# Each setting is tried once: as a setting of a run, of a translation model, or of a study. The base
+# of a study has the settings of a run.
 OF_PAIRS = ('encoder_variant', 'cross_variant', 'num_encoder_layers', 'source_context')
 FIELDS_TO_TRY = {
     'run': list(FIELDS['run']),
@@ -85,8 +86,8 @@ class Accepted(BaseException):
 def accepts(tmp_path_factory):
     """accepts(kind, changes, as_flags=...): whether CONFIGS[kind] with the changes is accepted.
 
-    Changes are given as flags on the command line, or as a file has them. The test fails where a
-    refusal has several lines, or where anything compiles.
+    The changes are parsed from flags, or read as from a file. The test fails if a refusal has
+    several lines, or if anything is compiled.
     """
     directory = tmp_path_factory.mktemp('any')
     write_texts(directory / 'texts')
@@ -95,17 +96,17 @@ def accepts(tmp_path_factory):
     compilations = []
 
     def note_compilation(event, duration, **_):
-        """Listens to events of JAX, and notes those of compiling a program."""
+        """Listens to events of JAX, and notes each compilation of a program."""
         if 'backend_compile' in event:
             compilations.append(event)
 
     def accept(*args, **kwargs):
-        """Stands in for the step of a run or study after all settings have been checked."""
+        """Stands in for the first function that is called after all settings are checked."""
         raise Accepted
 
     def try_settings(kind, changes, as_flags) -> bool:
-        """Whether a config with the changes is accepted: `accept` is called before any refusal."""
-        # The data are small files, unless the changes name others.
+        """Whether `accept` is called. If not, the config must be refused."""
+        # The data are small files, unless the changes name other data.
         section = 'base.data' if kind == 'study' else 'data'
         paths_in_section = {f'{section}.{name}': path for name, path in paths.items()}
         changes = paths_in_section | changes
@@ -135,7 +136,7 @@ def accepts(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'train_steps', accept)
         patch.setattr(worker, 'make_directory', accept)
-        patch.chdir(directory)  # A relative directory of data may be accepted.
+        patch.chdir(directory)  # an accepted relative path of data leads into this directory
         yield try_settings
 
 
@@ -143,7 +144,7 @@ def write_texts(directory):
     """Writes a small corpus of documents, and one of pairs in English and German."""
     for split in ('train', 'validation', 'test'):
         (directory / split).mkdir(parents=True)
-        for number in range(100):  # as many documents as a study asks for
+        for number in range(100):  # a study requires 100 documents
             (directory / split / f'{number}.txt').write_text(f'{split} {number} ' * 9)
         for language in ('en', 'de'):
             (directory / f'{split}.{language}').write_text(f'{split} {language}\n' * 20)
@@ -177,7 +178,7 @@ def parse_overrides(config, changes):
 
 
 def replace_fields(config, changes):
-    """The config with fields of any type, as a file in Python or JSON may have them."""
+    """The config with some fields replaced by values of any type, as a file may have them."""
     values = to_json(config)
     for name, value in changes.items():
         *sections, field = name.split('.')
@@ -189,7 +190,7 @@ def replace_fields(config, changes):
 
 
 def as_typed(value) -> str:
-    """The text of a value on the command line, which cannot have null characters."""
+    """The text of a value in a flag. Null characters are removed, as no command line has them."""
     return value.replace('\0', '') if isinstance(value, str) else repr(value)
 
 
@@ -201,7 +202,7 @@ def test_a_config_is_accepted_as_flags_and_in_a_file(accepts, kind):
 
 @pytest.mark.parametrize('kind', CONFIGS)
 def test_an_extreme_value_is_accepted_or_refused_in_one_sentence(accepts, kind):
-    """`accepts` fails where a refusal is not one sentence. Its result does not matter here."""
+    """`accepts` asserts that a refusal is one line. Either result is right here."""
     extremes = NUMBERS + TEXTS
     for place, field in enumerate(FIELDS_TO_TRY[kind]):
         value = extremes[5 * place % len(extremes)]
@@ -217,7 +218,7 @@ def test_a_path_that_cannot_exist_is_refused(accepts, path):
 
 
 def arguments_of_accepts(kind: str):
-    """A strategy for the arguments of `accepts`: one to three changed fields of a config."""
+    """A Hypothesis strategy for the arguments of `accepts`, with one to three changed fields."""
     fields = st.sampled_from(list(FIELDS[kind]))
     changes = st.dictionaries(fields, VALUES, min_size=1, max_size=3)
     as_flags = st.booleans()
@@ -228,8 +229,7 @@ def arguments_of_accepts(kind: str):
 def test_random_values_are_accepted_or_refused_in_one_sentence(accepts, num_examples):
     """No settings lead to a crash, to a compilation, or to a refusal of several lines.
 
-    `accepts` asserts this, and returns whether the settings are accepted. Either answer is right
-    here. Hypothesis draws one to three settings and their values.
+    `accepts` asserts this. Its result does not matter: random settings may be valid or not.
     """
     arguments_of_any_kind = st.one_of(*map(arguments_of_accepts, CONFIGS))
 

@@ -1,7 +1,7 @@
-"""The rules of the house: which package may import which, where imports stand, one assignment each.
+"""Rules on code: which package may import which, where imports are, and what one line assigns.
 
-Packages ("rooms") are layers: a file imports from its own layer and from the ones below. That
-excludes circles between packages; circles between files are looked for as well.
+Each package ("room") is in a layer. A file may import from its own room and from lower layers, so
+packages cannot form circles. Another test looks for circles between files.
 """
 
 import ast
@@ -59,9 +59,12 @@ PACKAGES = {path.parent.name for path in ROOT.glob('experiments/*/__init__.py')}
 def room_of(module: str) -> str | None:
     """Returns the package of a module of this repository.
 
-    The package of 'qkattn.train.loop' is 'train'. That of 'experiments.ablate' is 'experiments',
-    and that of 'experiments.claims.checks' is 'claims'. Returns None for `qkattn` itself, and for
-    modules of other libraries.
+    For example:
+
+        'qkattn.train.loop'          'train'
+        'experiments.ablate'         'experiments'
+        'experiments.claims.checks'  'claims'
+        'qkattn', 'jax.numpy'        None
     """
     top, *inside = module.split('.')
     if top == 'experiments':
@@ -78,7 +81,7 @@ def room_of(module: str) -> str | None:
 def modules_imported_by(node: ast.AST) -> Iterator[str]:
     """Yields the modules of this repository that a statement imports, such as 'qkattn.config'.
 
-    Yields nothing if the node is no import.
+    For any other statement, yields nothing.
     """
     names = []
     if isinstance(node, ast.Import):
@@ -97,8 +100,7 @@ def modules_imported_by(node: ast.AST) -> Iterator[str]:
 def upward_imports(path: Path) -> list[str]:
     """Returns what is wrong with the imports of a file, such as '.../loop.py: imports study'.
 
-    A room is a package of this repository. Each room is in a layer, a number. A file may import
-    from its own room, and from rooms in lower layers.
+    A file may import from its own room (package), and from rooms in lower layers.
     """
     room = room_of(module_of(path))
     if room is None:
@@ -122,10 +124,10 @@ def test_imports_point_down():
 
 
 def imports_in_blocks(path: Path) -> list[str]:
-    """Returns the places of imports in functions, conditions and other blocks of a file.
+    """Returns the places of imports that are not at the top level of a file.
 
-    A place is such as 'qkattn/train/loop.py, line 7'. An `import` of nothing but the packages
-    `OPTIONAL` may be in a block.
+    For example, a place is 'qkattn/train/loop.py, line 7'. Imports of packages in `OPTIONAL` are
+    allowed anywhere.
     """
     tree = ast.parse(path.read_text())
     places = []
@@ -150,8 +152,11 @@ def test_imports_stand_at_the_top():
 def is_parallel(node: ast.AST) -> bool:
     """Whether a statement assigns several values to several names at once, as in `a, b = c, d`.
 
-    A swap such as `a, b = b, a` does not count. Nor do sizes with names of one letter, such as
-    `T, D = 4, 16`. Nor does the unpacking of one value, such as `T, D = x.shape`.
+    Three forms do not count:
+
+        a, b = b, a      a swap
+        T, D = 4, 16     sizes, whose names have one letter
+        T, D = x.shape   the unpacking of one value
     """
     if not isinstance(node, ast.Assign):
         return False
@@ -192,7 +197,7 @@ def test_no_statement_assigns_unrelated_values_at_once():
 
 @pytest.fixture(scope='module')
 def imports_by_module():
-    """For each of our modules, the others of our modules that it imports."""
+    """The modules of this repository that each of its modules imports, without itself."""
     imports = {}
     for module, path in MODULES.items():
         imports[module] = set()
@@ -203,18 +208,19 @@ def imports_by_module():
 
 
 def test_imports_between_modules_form_no_circle(imports_by_module):
-    # Raises CycleError, with the circle, if there is one.
+    # If there is a circle, this raises CycleError, whose message names the circle.
     graphlib.TopologicalSorter(imports_by_module).prepare()
 
 
 def test_output_of_programs_is_decoded_by_one_function():
-    """No call of subprocess decodes what a program prints, except in two files of helpers.
+    """Only two files of helpers decode what programs print.
 
-    The helpers accept any bytes. subprocess raises an error for bytes that are not UTF-8.
+    The helpers accept any bytes. If `subprocess` itself decodes, bytes that are not UTF-8 raise an
+    error.
     """
     helpers = {ROOT / 'qkattn/jobs/output.py', ROOT / 'launch/arguments.py'}
     files = {*FILES, *ROOT.glob('launch/*.py')} - helpers
-    # With any of these arguments, subprocess returns text in place of bytes.
+    # With any of these arguments, subprocess returns text instead of bytes.
     decoding_arguments = {'text', 'universal_newlines', 'encoding'}
 
     places = []
@@ -232,9 +238,9 @@ def test_output_of_programs_is_decoded_by_one_function():
 
 
 def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
-    """Returns the modules of this repository that `import module` loads, itself included.
+    """Returns the modules of this repository that `import module` loads, directly or indirectly.
 
-    `imports_by_module` has the modules that each module imports itself. Those import others.
+    The result includes `module`. `imports_by_module` has only direct imports.
     """
     loaded: set[str] = set()
     pending = [module]
@@ -249,7 +255,7 @@ def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
 
 
 def test_attention_layers_need_few_packages(imports_by_module):
-    """`import qkattn.attention` loads four packages of others, with all that it imports."""
+    """Of other packages, `import qkattn.attention` loads only flax, jax, numpy and scipy."""
     packages = set()
     for module in loaded_by('qkattn.attention', imports_by_module):
         for node in ast.parse(MODULES[module].read_text()).body:
