@@ -255,7 +255,7 @@ def loaded_by(module: str, imports_by_module: dict[str, set[str]]) -> set[str]:
 
 
 def test_attention_layers_need_few_packages(imports_by_module):
-    """Of other packages, `import qkattn.attention` loads only flax, jax, numpy and scipy."""
+    """`import qkattn.attention` loads only four packages that are not in the standard library."""
     packages = set()
     for module in loaded_by('qkattn.attention', imports_by_module):
         for node in ast.parse(MODULES[module].read_text()).body:

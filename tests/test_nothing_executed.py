@@ -1,7 +1,7 @@
-"""Whatever is loaded is data: neither a pickle nor a module in the place of any file is run.
+"""Loading never runs code in the files that are loaded, such as a pickle or a module.
 
-Ruff's rules S refuse calls that execute what they read. `tests.damages.PICKLE` stands in the place
-of every file of runs, studies, checkpoints and exported models in their tests of damages.
+Ruff's rules S refuse calls that execute what they read. Tests of damages replace each file of runs,
+studies, checkpoints and exported models by `tests.damages.PICKLE`.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.refusals import refused
 
 
 def test_no_module_beside_a_run_is_executed(tmp_path):
-    """Variants from outside the package come from the path of the interpreter alone."""
+    """A variant from outside the package is imported from sys.path, not from a run's directory."""
     config = {'hash': 'x', 'config': {'model': {'score': 'evil:Score'}}}
     (tmp_path / 'evil.py').write_text('raise SystemExit')
     (tmp_path / 'config.json').write_text(json.dumps(config))
@@ -60,17 +60,17 @@ def evil_name(tmp_path, monkeypatch):
 
 
 def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tmp_path):
-    """Settings of exported parameters may name code, which is imported only if the user names it.
+    """Exported parameters may name code. It is imported only if the user names it too.
 
-    `evil_name` is 'evil:Name', a class in a module that exits the process when it is imported.
+    `evil_name` is 'evil:Name'. Importing the module `evil` raises SystemExit.
     """
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, context=8)
     weights = tmp_path / 'weights'
     save_model(weights, config)
-    # The settings of the model are in a file of JSON, beside its parameters.
+    # A JSON file has the settings of the model.
     description_file = weights / exported.ABOUT
     description = json.loads(description_file.read_text())
-    del description['crc32']  # the checksum, which would notice the changes below
+    del description['crc32']  # the checksum, which would not fit the changes below
     evil_settings = {
         'score': f'{evil_name}(a=1)',
         'value': f'{evil_name}(a=1)',
@@ -83,14 +83,14 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
         evil_description = description | {'model': model}
         description_file.write_text(json.dumps(evil_description))
 
-        # Loading refuses, and so does training that begins with these parameters.
+        # Loading the parameters is refused, and so is training that begins with them.
         with refused(f'{refusal}if you trust it, give --imports=evil:Name'):
             loading.load(weights)
         run_config = tiny(train={'init_from': str(weights)})
         with refused(f"{refusal}name it in the model's settings too"):
             InitialParameters(run_config).load()
 
-        # A user who names the code imports it, and it exits.
+        # If the user names the code, it is imported, and raises SystemExit.
         with pytest.raises(SystemExit):
             loading.load(weights, imports=[evil_name])
 
@@ -98,8 +98,8 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
 def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
     """Reading a study imports none of the code that its files name.
 
-    `evil_name` is 'evil:Name', a class in a module that exits the process when it is imported. Here
-    it stands for a corpus, a variant, a metric, a tokenizer and an optimizer.
+    `evil_name` is 'evil:Name'. Importing the module `evil` raises SystemExit. The study names it as
+    corpus, variant, metric, tokenizer and optimizer.
     """
     records = [
         studies.outside_record('qk/vo', corpus=evil_name),
@@ -115,13 +115,13 @@ def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
             optimizer__name=evil_name,
         )
 
-    # A report imports nothing, nor does its check, which finds that the plan was edited.
+    # A report imports nothing. Nor does `check_study`, which finds that the plan was edited.
     report.show_report(path)
     with refused('plan.jsonl is not the hash of its config', ReportError):
         verify.check_study(path)
 
-    # Yardsticks, losses of simple models, are measured on the data of the study. For the data, they
-    # import code that the user names, which exits.
+    # Yardsticks are losses of simple models on the data of the study. Reading these data imports
+    # 'evil:Name', which is refused unless the user names it.
     refusal = 'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
     with refused(refusal):
         yardsticks.record(path, [])

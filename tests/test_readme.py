@@ -81,9 +81,9 @@ def example(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_passes_the_contract_tests(example, tmp_path):
-    """The variant that the README shows passes the tests which every attention variant must pass.
+    """The example of the README passes the tests that every attention variant must pass.
 
-    `example` is the import path of its class. The class is in a module in `tmp_path`.
+    `example` is the import path of its class, in a module in `tmp_path`.
     """
     tests = 'tests/attention/test_contract.py'
     options = ['-q', '-p', 'no:cacheprovider', f'--variant={example}/vo']
@@ -99,7 +99,7 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
     )
 
     assert finished.returncode == 0, finished.stdout
-    # At least ten tests have run.
+    # At least ten tests have passed.
     assert re.search(r'\d\d passed', finished.stdout)
 
 
@@ -112,16 +112,17 @@ def test_every_path_that_a_page_names_exists():
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as GitHub makes them, and those of its tags <a>.
+    """The anchors of a page: those that GitHub makes from headings, and the IDs of <a> tags.
 
-    The heading 'Use a layer' has the anchor 'use-a-layer', and a second one 'use-a-layer-1'.
+    The first heading 'Use a layer' has the anchor 'use-a-layer'. A second such heading has
+    'use-a-layer-1'.
     """
-    # A line of code that begins with # is no heading.
+    # In blocks of code, a line that begins with # is no heading.
     without_code = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.M | re.S)
     headings = re.findall(r'^#{1,6} +(.+?)[ #]*$', without_code, re.M)
 
     num_seen: Counter[str] = Counter()
-    # An anchor may stand above a heading, as a line of its own.
+    # A line such as <a id="name"></a> also makes an anchor.
     anchors_of_page = set(re.findall(r'^<a id="([\w-]+)"></a>$', without_code, re.M))
     for heading in headings:
         text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading)  # [text](target) -> text
@@ -134,20 +135,20 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_every_link_leads_to_a_file_and_to_a_heading_in_it():
-    """A link [text](path#anchor) in a page names a file that exists, and one of its headings.
+    """A link [text](path#anchor) on a page names an existing file, and an anchor in this file.
 
-    The anchor of the heading 'Use a layer' is 'use-a-layer'.
+    For example, the heading 'Use a layer' has the anchor 'use-a-layer'.
     """
     path_and_anchor = re.compile(r'\]\(([^)#]*)#?([^)]*)\)')
     for page in PAGES:
         for path, anchor in path_and_anchor.findall(page.read_text()):
             if path.startswith('https://'):
                 continue
-            # A link without a path, as [text](#anchor), leads to the same page.
+            # A link without a path, such as [text](#anchor), leads to the same page.
             target = page.parent / path if path else page
             assert target.exists(), (page, path)
             if anchor:
-                # Pages alone have headings.
+                # Only pages have anchors.
                 assert target.suffix == '.md', (page, path, anchor)
                 assert anchor in anchors(target), (page, path, anchor)
 
@@ -184,8 +185,8 @@ def config_with(name: str, value: str) -> Config:
 
     Args:
         name: Section and field of the setting, such as 'train.num_steps'.
-        value: The text of its value, such as '100'. A text that is no Python literal, such as
-            'muon', is itself the value.
+        value: The text of the value, such as '100' for 100. If the text is no Python literal, such
+            as 'muon', the value is the text itself.
     """
     section_name, field = name.split('.')
     with contextlib.suppress(ValueError, SyntaxError):
@@ -201,7 +202,7 @@ def is_flag(code: str) -> bool:
 
 
 def is_variant(code: str) -> bool:
-    """Whether the code is a variant, as 'qk/vo', or a part of one, as 'low_rank(rank=8)'."""
+    """Whether the code is a variant, such as 'qk/vo', or a part of one, 'low_rank(rank=8)'."""
     name = code.partition('=')[0]
     return not is_flag(code) and ('/' in name or '(' in name)
 
@@ -259,7 +260,7 @@ OTHER_COMMANDS = (
 def commands() -> list[str]:
     """Returns the commands in all ```sh blocks of the pages, without comments.
 
-    A command may be written in several lines, joined by backslashes. Here it is one line.
+    Lines that end with a backslash are joined with the next line.
     """
     commands_of_pages = []
     for page in PAGES:
@@ -276,7 +277,11 @@ def commands() -> list[str]:
 
 
 def started_by(launcher: str) -> str:
-    """The command that a launcher starts, after a dry run; '' where it starts none."""
+    """Returns the command that a launcher would start, after a dry run of the launcher.
+
+    For example, 'launch/x.py --flag -- train --config=small' would start `-m experiments.train`.
+    The result is '' if the launcher starts no script.
+    """
     head, separator, started = launcher.partition(' -- ')
     path, *flags_of_launcher = shlex.split(head)
     command = ['--', *shlex.split(started)] if separator else []
@@ -299,27 +304,28 @@ def check_trains(config: Config | Study) -> None:
 def test_every_command_is_accepted(example, outside, monkeypatch, build):
     """Every command that a page shows has flags and settings that its script accepts.
 
-    Commands are parsed, not run. With `build`, the settings of a run are validated as well. The
-    arms of a study, variants at equal parameter count, are built too.
+    Commands are parsed, not run. With `build`, the settings of a run are also validated, and the
+    arms of a study are built. An arm is a variant with as many parameters as the baseline.
     """
     monkeypatch.chdir(ROOT)
     scripts = set()
     for command in commands():
-        # A launcher starts a script on another machine. That script is checked.
+        # A launcher starts a script on another machine. `started_by` returns the command of this
+        # script, which is checked in place of the launcher, or '' if it starts no script.
         if re.match(r'launch/\w+\.py ', command):
             command = started_by(command)
             if not command:
                 continue
         match = re.match(r'\.venv/bin/python -m experiments\.(\w+)', command)
         if match is None:
-            # Commands such as `git clone` are known, and not checked here.
+            # Known commands of other programs, such as `git clone`, are not checked here.
             assert command.startswith(OTHER_COMMANDS), command
             continue
 
         name = match[1]
         scripts.add(name)
         _python, _m, _module, *arguments = shlex.split(command)
-        # Overrides of settings are read from sys.argv.
+        # Scripts read overrides of settings from sys.argv.
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
         with added_flags_removed():
             script = runpy.run_module(f'experiments.{name}')  # defines its flags
@@ -330,7 +336,7 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
                 if build:
                     check_trains(config)
 
-    # Each script of the package is in a command of some page.
+    # The pages show each script of the package at least once.
     assert scripts == cli.shipped('experiments').keys()
 
 
@@ -350,7 +356,7 @@ def test_every_config_is_valid(path):
 def lines_shown_by(source: str, namespace: dict[str, Any]) -> list[str]:
     """Runs a cell of a notebook, and returns the lines that the notebook shows below it.
 
-    These are what the cell prints and, if its last statement is an expression, its value.
+    The cell shows what it prints. If its last statement is an expression, it also shows its value.
 
     Args:
         source: The code of the cell.
@@ -360,7 +366,7 @@ def lines_shown_by(source: str, namespace: dict[str, Any]) -> list[str]:
     last_statement = tree.body[-1]
     has_value = isinstance(last_statement, ast.Expr)
     if has_value:
-        # The expression becomes the assignment `value = expression`.
+        # The last statement becomes the assignment `value = expression`.
         target = ast.Name('value', ast.Store())
         tree.body[-1] = ast.Assign([target], last_statement.value)
     code = compile(ast.fix_missing_locations(tree), 'cell', 'exec')

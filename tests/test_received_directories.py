@@ -1,7 +1,7 @@
-"""A directory from elsewhere is data: nothing outside of it is touched, and nothing waits for it.
+"""A directory from elsewhere may have links and pipes, which must do no harm.
 
-The tables below have all writers and readers of the package. None of them may follow a link, wait
-for a pipe, or leave the directory.
+The tables WRITERS and READERS have all functions of the package that write or read files. None of
+them may follow a link out of the directory, or wait for a pipe.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tests.refusals import refused
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Every path below a directory, with the content and the time of each file."""
+    """Every path below a directory, with the content and the time of change of each file."""
     found = {}
     for path in directory.rglob('*'):
         if path.is_file():
@@ -58,7 +58,7 @@ def open_checkpoints(path):
 
 
 def supersede(path):
-    """Deletes superseded checkpoints, where the trash became a link after they were opened."""
+    """Opens checkpoints, replaces their trash by a link, then lets them delete old checkpoints."""
     link = path.parent / 'link'
     (path / 'trash').rename(link)
     checkpoints = Checkpoints(path)
@@ -77,7 +77,7 @@ def plan_study(path):
 def train_planned(path):
     """Trains the run 'runs/x' of a study in `path`, as a worker of the study does.
 
-    A worker notes why a run has failed, and goes on with others. The note is raised here.
+    A worker only notes why a run has failed. The reason that it notes is raised here.
     """
     reason_by_run = {}
     run = {
@@ -87,7 +87,7 @@ def train_planned(path):
         'label': 'x',
         'left': {'runs': 0, 'share': 0.0},
     }
-    # A lease is a lock of a run. This one is never lost.
+    # A worker holds a lease, a lock, while it trains a run. This lease is never lost.
     lease = contextlib.nullcontext(Mock(lost=False))
     worker._train(path, run, Mock(lease=lease), reason_by_run)
     raise RunDirectoryError(reason_by_run['x'])
@@ -111,7 +111,7 @@ def hold_lock(path):
         pass
 
 
-# The place of a link in a directory, and what would write or delete through it.
+# The place of a link in a directory, and a function that would write or delete through the link.
 WRITERS = [
     ('lock', hold_lock),
     ('lock', begin_run),
@@ -143,18 +143,18 @@ WRITERS = [
     ('place', 'write'), WRITERS, ids=lambda value: getattr(value, '__name__', value)
 )
 def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
-    """A writer of the package, such as `begin_run`, refuses a link at a place that it writes to.
+    """Each writer, such as `begin_run`, refuses a link at a place that it would write to.
 
-    A directory from elsewhere may have links, which lead to any files of the user.
+    A directory from elsewhere may have links to any files of the user.
     """
-    # Writers know these names. A checkpoint is named by its step, and a run is named x.
+    # `outside` has what writers may look for: a checkpoint of step 4, and a run named x.
     outside = tmp_path / 'outside'
     for folder in ('4', 'x'):
         (outside / folder).mkdir(parents=True)
         (outside / folder / 'kept').write_text('kept')
     contents_before = contents(outside)
 
-    # Where the writer expects a file, the link leads to a file. Else it leads to a directory.
+    # If the writer expects a file, the link leads to a file, or else to a directory.
     is_file = place in ('lock', 'metrics.jsonl')
     target = outside / '4/kept' if is_file else outside
     received = tmp_path / 'received'
@@ -166,17 +166,17 @@ def test_nothing_is_written_or_deleted_through_a_link(tmp_path, place, write):
         write(received)
 
     assert contents(outside) == contents_before
-    # The received directory has the link and the folders above it alone.
+    # The received directory has only the link and the folders that lead to it.
     names = {path.name for path in received.rglob('*')}
     assert names == set(Path(place).parts)
 
 
 def test_no_program_is_deleted_through_a_link(tmp_path, monkeypatch):
-    """The oldest compiled programs are deleted, but none in a folder that is a link.
+    """Old compiled programs are deleted, except in a folder that is a link.
 
     The cache has a folder of programs for each number of cores, such as 1-cores.
     """
-    largest_size_in_bytes = 0  # so that all programs are deleted
+    largest_size_in_bytes = 0  # all programs have to be deleted
     monkeypatch.setattr(program_cache, 'LIMIT', largest_size_in_bytes)
     cache = tmp_path / 'compiled'
     program = cache / '1-cores/old-cache'
@@ -206,7 +206,7 @@ def test_the_directory_that_a_user_names_may_be_a_link(tmp_path, write):
 
 @pytest.fixture
 def untouched(tmp_path):
-    """A directory with the file `kept`. A test fails if it changes either of them."""
+    """A directory with the file `kept`. If a test changes the directory or the file, it fails."""
     directory = tmp_path / 'outside'
     directory.mkdir()
     (directory / 'kept').write_text('kept')
@@ -254,7 +254,7 @@ def read_lease(path):
 
 
 def read_state(path):
-    """Reads a checkpoint whose array file is `path`, and raises what is wrong with it."""
+    """Reads a checkpoint where `path` is the file of arrays, and raises what is wrong with it."""
     step = 4
     checkpoints = Checkpoints(path.parent, read_only=True)
     state = path.parent / f'{step}/state'
@@ -265,7 +265,7 @@ def read_state(path):
     raise RunDirectoryError(damage)
 
 
-# What reads a file that a user or a directory names.
+# Functions that read a file, which a user or a directory names.
 READERS = {
     'an object': lambda path: records.read_json(path, {}),
     'lines': lambda path: records.read_lines(path, {}),
@@ -329,12 +329,12 @@ LINE = {
     ['/etc', '../x', '..', '', 'runs/..', 'runs/../../x', 'runs/', 'runs//x', 'runs/.'],
 )
 def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, directory):
-    """The directory of a run, as plan.jsonl names it, is such as 'runs/x', below its study."""
+    """plan.jsonl must name a directory below the study for each run, such as 'runs/x'."""
     line = LINE | {'directory': directory}
     (tmp_path / 'plan.jsonl').write_text(json.dumps(line) + '\n')
     (tmp_path / 'results.jsonl').touch()
     (tmp_path / 'study.json').write_text('{"baseline": "qk/vo"}')
-    # The plan that a worker makes again, to compare it with the file, has no runs.
+    # A worker plans again and compares the plan with the file. Here its plan has no runs.
     monkeypatch.setattr(declaration.plan, 'runs', Mock(return_value=[]))
     contents_before = contents(tmp_path)
 
@@ -347,7 +347,7 @@ def test_a_planned_run_outside_its_study_is_refused(tmp_path, monkeypatch, direc
     with refused(refusal, ValueError):
         yardsticks.record(tmp_path)
 
-    # The ledger hashes the logs of all runs, and leaves this one out.
+    # The ledger hashes the logs of all runs, but leaves out this run.
     assert list(ledger._hash_logs(tmp_path)) == []
 
     assert contents(tmp_path) == contents_before

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, typed as it stands in a clone of its own: a generated text, tiny runs."""
+"""The commands of docs/tutorial.md, run in a clone with a generated text and tiny settings."""
 
 import os
 import random
@@ -49,23 +49,23 @@ def test_the_config_on_the_page_is_the_file():
 
 @pytest.fixture(scope='module')
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a user of the tutorial has: a clone, and the text that the tutorial downloads.
+    """A clone of this repository, and next to it a text in place of the downloaded one.
 
-    The clone has the files of this repository in one commit, and the program .venv/bin/python. The
-    text is ../plays.txt, with random short speeches in place of Shakespeare's.
+    The clone has one commit of all files, and the program .venv/bin/python. The text, plays.txt,
+    has random short speeches instead of Shakespeare's plays.
     """
     if not (ROOT / '.git').exists() or shutil.which('git') is None:
         pytest.skip('the files of the clone are those that git knows')
 
-    # `git clone` would leave out changes that are not committed yet, so files are copied.
+    # Files are copied, because `git clone` would leave out changes that are not committed yet.
     clone = tmp_path_factory.mktemp('tutorial') / 'qkattn'
     copy_files(clone)
-    # A study gives no verdict without a commit of its code.
+    # A study gives verdicts only if its code is committed.
     git(clone, 'init')
     git(clone, 'add', '--all')
     git(clone, 'commit', '--message=all')
 
-    # Commands of the tutorial call .venv/bin/python, here the Python that runs the tests.
+    # Commands of the tutorial call .venv/bin/python. Here it runs the Python of the tests.
     call_this_python = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n'
     write_program(clone / '.venv/bin/python', call_this_python)
 
@@ -97,7 +97,7 @@ def random_speeches() -> str:
 def run(directory: Path, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a command of the tutorial, with further flags, for at most ten minutes.
 
-    The directory is a clone of this repository, whose modules the command imports.
+    `directory` is a clone of this repository. The command imports the modules of the clone.
     """
     environment = {**os.environ, **GIT_IDENTITY, 'PYTHONPATH': str(directory)}
     return subprocess.run(
@@ -118,8 +118,8 @@ def one_line(text: str) -> str:
 def test_a_plan_prints_what_the_page_shows(clone):
     """The first commands of the tutorial print what the page shows.
 
-    They copy a config, and plan a study twice without training it. The first plan has a mistake,
-    which is refused. The download that comes before is left out.
+    The download before them is not run. One command copies a config, and another plans a study with
+    a mistake, which is refused. The last one plans the study without the mistake.
     """
     _download, copy, plan_with_error, plan = COMMANDS[:4]
     copied = run(clone, copy)
@@ -129,11 +129,11 @@ def test_a_plan_prints_what_the_page_shows(clone):
     planned = run(clone, plan)
     assert planned.returncode == 0, planned.stderr
 
-    # `blocks` finds the texts on the page that have this mark.
+    # On the page, the comment `<!-- warned -->` marks the text of the warning.
     (warning,) = blocks('warned')
     assert warning in planned.stderr
 
-    # The page may break lines elsewhere.
+    # The page may break lines at other places.
     printed_text = f'{one_line(refused.stderr)} {one_line(planned.stdout)}'
     for shown_text in blocks('printed by the dry run'):
         assert one_line(shown_text) in printed_text
@@ -141,12 +141,12 @@ def test_a_plan_prints_what_the_page_shows(clone):
 
 @pytest.mark.slow
 def test_every_command_of_the_page_runs(clone):
-    """The commands of the tutorial end as it says, in a clone of this repository.
+    """All commands of the tutorial succeed, except for the mistake that the page shows.
 
-    Those that train a study get the settings `TINY`, with which it takes seconds.
+    Commands that train a study also get the settings `TINY`, so that training takes seconds.
     """
     download, *other_commands = COMMANDS
-    assert download.startswith('curl ')  # left out, as the fixture `clone` has a text
+    assert download.startswith('curl ')  # not run, because the fixture `clone` has a text
 
     for command in other_commands:
         trains = '--workdir=' in command
@@ -158,6 +158,6 @@ def test_every_command_of_the_page_runs(clone):
         output = (command, finished.stdout, finished.stderr)
         assert finished.returncode == expected_exit_code, output
 
-    # The study has been trained, and its report written.
+    # The study has been trained, and its report has been written.
     assert (clone / 'runs/speeches/report.html').exists()
     assert (clone / 'runs/speeches/plots').is_dir()
