@@ -47,8 +47,8 @@ class Server(http.server.ThreadingHTTPServer):
         # The objects of each bucket by name.
         self.buckets: dict[str, dict[str, Stored]] = {name: {} for name in buckets}
         self.lock = threading.RLock()
-        # A resumable upload takes two requests. Between them, this has the name of the object and
-        # the query of the first request, by the ID of the upload.
+        # A resumable upload takes two requests. This dictionary has, by the ID of the upload, the
+        # object's name and the first request's query.
         self.uploads: dict[str, tuple[str, dict[str, str]]] = {}
         self.numbers = itertools.count(1)  # the next generation or ID of an upload
         self.skew = datetime.timedelta()  # how far the server's clock is ahead of this machine's

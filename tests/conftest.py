@@ -1,8 +1,8 @@
-"""Eight fake CPU devices for the whole test run; a test uses as many as its mesh needs.
+"""Settings of JAX for all tests, and fixtures. There are eight fake CPU devices.
 
-Programs are compiled without LLVM's optimizations: the tests compile far more than they compute.
-Compiled programs are kept between test runs and shared by the workers of one, in a directory per
-machine type. JAX keys them by program, flags and version; an unreadable entry is compiled again.
+Programs are compiled without LLVM's optimizations, because tests compile far more than they
+compute. Compiled programs are kept in a directory for each type of machine. All workers of pytest
+and later runs of the tests use it. If an entry cannot be read, the program is compiled again.
 """
 
 import os

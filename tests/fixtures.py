@@ -1,4 +1,4 @@
-"""Fixtures of all rooms: a bucket, a browser, modules from outside, a stream that nobody reads."""
+"""Fixtures for all tests: a bucket, a browser, outside modules, and a stream without a reader."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ BROWSERS = ('chromium', 'chromium-browser', 'google-chrome')
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Puts the modules of docs/outside.md into a directory on the path; returns it."""
+    """A directory on sys.path with the modules of docs/outside.md."""
     for name, source in MODULES.items():
         (tmp_path / f'{name}.py').write_text(source)
     monkeypatch.syspath_prepend(tmp_path)

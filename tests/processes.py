@@ -91,7 +91,7 @@ def wait_for_results(
     """Waits until all processes have ended, and returns their exit codes and outputs.
 
     Args:
-        processes: Processes with pipes for both outputs, as from `start_python`.
+        processes: Processes with pipes for standard output and error, as from `start_python`.
         timeout: How long to wait for each process, in seconds.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A synthetic study: files as training writes them, with numbers a test can recompute by hand."""
+"""A synthetic study, whose files have numbers that a test can recompute by hand."""
 
 import json
 import math
@@ -26,12 +26,12 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 SCREENING_SEEDS = (100, 101)
 VERDICT_SEEDS = tuple(range(8))
 RUN_KEY = ('run', *ARM_KEY, 'stage', 'knob')
-# What a line of results.jsonl has beside an entry of result.json.
+# The fields that a line of results.jsonl has, but not an entry of result.json.
 OF_STUDY = ('study', *RUN_KEY, 'target_parameters', 'residual')
 
 
 def bits_per_byte(nats_per_token: float | None) -> float | None:
-    """A loss in bits/byte where every token is one byte; None stays None."""
+    """A loss in bits/byte if every token is one byte. None stays None."""
     return None if nats_per_token is None else nats_per_token / math.log(2)
 
 
@@ -180,7 +180,7 @@ def tuned_arm(
             all losses are None.
         rates: Learning rates of the screening.
         diverged_rates: Rates at which screening trials diverge.
-        learning_rate: Learning rate of the verdict; None means `optimum`.
+        learning_rate: Learning rate of the verdict. None means `optimum`.
         seeds: Seeds of the verdict.
         screening_seeds: Seeds of the screening.
         **changes: Fields of all records.
@@ -338,7 +338,7 @@ def named_by_hash(records: list[dict]) -> list[dict]:
 def run_name(variant: str, size: str, *rest: str | None) -> str:
     """The directory of a run. `rest` is its stage, knob, corpus and control, in any order.
 
-    Defaults are left out, and the length of the variant is added at the end. For example,
+    Default values are left out, and the name ends with the length of the variant. For example,
     ('a/b', 'd=8', 'single', None) gives 'a_b-d_8-3'.
     """
     parts = [variant, size] + [part for part in rest if part not in ('single', 'stdlib', None)]
@@ -386,7 +386,7 @@ def plan_line(record: Mapping, trials: Sequence[Mapping] = ()) -> dict:
 
     Args:
         record: A trial of the run.
-        trials: All trials of the run. Without any, the run has no results yet.
+        trials: All trials of the run. Without trials, the run has no results yet.
     """
     # All other arms get the baseline's number of parameters by another `d_model`.
     has_shape_of_baseline = record['variant'] == 'qk/vo' or record['control'] == 'equal_shape'

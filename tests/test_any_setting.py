@@ -105,7 +105,7 @@ def accepts(tmp_path_factory):
         raise Accepted
 
     def try_settings(kind, changes, as_flags) -> bool:
-        """Whether `accept` is called. If not, the config must be refused."""
+        """Whether the changed config is accepted, that is, gets as far as a call of `accept`."""
         # The data are small files, unless the changes name other data.
         section = 'base.data' if kind == 'study' else 'data'
         paths_in_section = {f'{section}.{name}': path for name, path in paths.items()}
@@ -164,7 +164,7 @@ def parse_overrides(config, changes):
     for name, value in changes.items():
         arguments.append(f'--config.{name}={as_typed(value)}')
 
-    # A FlagValues of its own leaves the flags of this process alone.
+    # With a new FlagValues, the flags of this process do not change.
     flag_values = flags.FlagValues()
     try:
         config_flags.DEFINE_config_dict(

@@ -126,8 +126,8 @@ def test_imports_point_down():
 def imports_in_blocks(path: Path) -> list[str]:
     """Returns the places of imports that are not at the top level of a file.
 
-    For example, a place is 'qkattn/train/loop.py, line 7'. Imports of packages in `OPTIONAL` are
-    allowed anywhere.
+    For example, a place is 'qkattn/train/loop.py, line 7'. The statement `import PACKAGE` is
+    allowed anywhere for packages in `OPTIONAL`.
     """
     tree = ast.parse(path.read_text())
     places = []
@@ -154,9 +154,9 @@ def is_parallel(node: ast.AST) -> bool:
 
     Three forms do not count:
 
-        a, b = b, a      a swap
-        T, D = 4, 16     sizes, whose names have one letter
-        T, D = x.shape   the unpacking of one value
+        a, b = b, a        # a swap
+        T, D = 4, 16       # sizes, whose names have one letter
+        T, D = x.shape     # one value is unpacked
     """
     if not isinstance(node, ast.Assign):
         return False
@@ -197,7 +197,7 @@ def test_no_statement_assigns_unrelated_values_at_once():
 
 @pytest.fixture(scope='module')
 def imports_by_module():
-    """The modules of this repository that each of its modules imports, without itself."""
+    """Maps each module of this repository to the other modules of the repository it imports."""
     imports = {}
     for module, path in MODULES.items():
         imports[module] = set()

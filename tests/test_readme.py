@@ -265,7 +265,7 @@ def commands() -> list[str]:
     commands_of_pages = []
     for page in PAGES:
         if page.name == 'tutorial.md':
-            continue  # tests/test_tutorial.py types its commands
+            continue  # tests/test_tutorial.py runs its commands
         blocks = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
         for block in blocks:
             lines = block.replace('\\\n', ' ').splitlines()
@@ -279,8 +279,9 @@ def commands() -> list[str]:
 def started_by(launcher: str) -> str:
     """Returns the command that a launcher would start, after a dry run of the launcher.
 
-    For example, 'launch/x.py --flag -- train --config=small' would start `-m experiments.train`.
-    The result is '' if the launcher starts no script.
+    For example, 'launch/local.py -- train --config=small' gives
+    '.venv/bin/python -m experiments.train --config=small'. The result is '' if the launcher starts
+    no script.
     """
     head, separator, started = launcher.partition(' -- ')
     path, *flags_of_launcher = shlex.split(head)
@@ -311,7 +312,7 @@ def test_every_command_is_accepted(example, outside, monkeypatch, build):
     scripts = set()
     for command in commands():
         # A launcher starts a script on another machine. `started_by` returns the command of this
-        # script, which is checked in place of the launcher, or '' if it starts no script.
+        # script, which is checked instead. It returns '' if the launcher starts no script.
         if re.match(r'launch/\w+\.py ', command):
             command = started_by(command)
             if not command:

@@ -111,7 +111,7 @@ def hold_lock(path):
         pass
 
 
-# The place of a link in a directory, and a function that would write or delete through the link.
+# The place of a link, and a function that would write or delete through the link.
 WRITERS = [
     ('lock', hold_lock),
     ('lock', begin_run),

@@ -1,6 +1,6 @@
 """Installation: pins, a wheel, and launch/venv.sh with stand-ins for python and pip.
 
-Nothing is fetched.
+Nothing is downloaded.
 """
 
 import ast
@@ -28,7 +28,7 @@ PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
 EXTRAS = PYPROJECT['optional-dependencies']
 CORE = PYPROJECT['dependencies']
 OURS = {'qkattn', 'experiments', 'configs'}
-# Imported where it is used, with one sentence where it is missing: reading .pt files needs it.
+# Only reading .pt files needs torch. It is imported there, and may be missing.
 OPTIONAL = {'torch'}
 
 
@@ -420,14 +420,14 @@ class Sandbox:
         return subprocess.Popen(command, env=env, cwd='/', stderr=subprocess.PIPE, text=True)
 
     def run(self, expected: int = 0, **variables: object) -> str:
-        """Runs venv.sh, which must end with the expected exit code; returns what it prints."""
+        """Runs venv.sh and returns what it prints. The exit code must be the expected one."""
         process = self.start(**variables)
         stderr = process.communicate()[1]
         assert process.returncode == expected, stderr
         return stderr
 
     def refused(self, sentence: str, directory: Path | None = None, **variables: object) -> None:
-        """Runs venv.sh, which must refuse with one line and leave the environment as it is."""
+        """Runs venv.sh, which must refuse in one line and must not change the environment."""
         directory = directory or self.venv
         calls_before = self.pip_calls()
         contents_before = contents(directory)
@@ -445,7 +445,7 @@ class Sandbox:
 
 
 def contents(directory: Path) -> dict[Path, bytes | None]:
-    """The content of every file below a directory; None for a directory."""
+    """The content of every file below a directory, by path. For a directory it is None."""
     paths = directory.rglob('*')
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 

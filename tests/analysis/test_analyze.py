@@ -51,8 +51,10 @@ def excess_of_norms(a_DD, axis):
 def test_directionality_counts_what_exceeds_two_deviations():
     """The directionality of a matrix is (c - r) / (c + r).
 
-    c is the sum of max(0, norm - bound) over columns, and r is the same sum over rows. The bound is
-    the mean of the norms plus two standard deviations.
+    With bound = mean + 2 standard deviations of the norms,
+
+        c = sum of max(0, norm - bound) over columns,
+        r = sum of max(0, norm - bound) over rows.
     """
     # One column has norm 8, and nine have norm 1. No row norm is above its bound, so r = 0.
     large_column_DD = np.eye(10)
@@ -107,13 +109,14 @@ def test_a_zero_matrix_has_a_norm_alone(quantity):
 # Patterns
 
 CAUSAL = np.tri(4, dtype=bool)[None]
-# One row, two heads: equal attention to all visible keys; all to the previous token.
+# The probabilities of two heads. EQUAL attends to all visible keys alike, and PREVIOUS to the
+# previous token.
 EQUAL = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
 PREVIOUS = np.eye(4)[[0, 0, 1, 2]]
 
 
 def pattern(*heads, logits=None, mask=CAUSAL):
-    """A pattern of one row, from the probabilities of each head; logits are 0 by default."""
+    """A pattern of one row, from the probabilities of each head. By default, all logits are 0."""
     p_BNTS = jnp.asarray(np.stack(heads)[None], jnp.float32)
     s_BNTS = jnp.zeros_like(p_BNTS) if logits is None else jnp.asarray(logits, jnp.float32)
     return Pattern(s_BNTS, p_BNTS, jnp.asarray(mask))
@@ -341,7 +344,7 @@ def test_every_head_of_every_site_is_measured(fields, depths):
 
 
 def test_numbers_of_a_layer_are_those_of_its_matrices():
-    """The analysis has norms and singular values of A = scale W_Q W_K^T and B = W_V W_O of a head.
+    """The analysis measures the matrices A = scale W_Q W_K^T and B = W_V W_O of each head.
 
     A gives the logits of the head, and B gives its output.
     """
@@ -398,7 +401,7 @@ def test_drift_is_measured_by_head_between_models_of_different_factorizations():
     In the reference, A is a product W_Q W_K^T. In the merged model, A is a single matrix.
     """
     scaled = make()
-    # In both layers, W_Q of head 0 stays the same, and W_Q of head 1 is multiplied by 1.5.
+    # In both layers, W_Q of head 1 is multiplied by 1.5.
     factors_N1 = np.array([[1.0], [1.5]])
     scaled.blocks.attention.score.w_q_DNH[...] *= factors_N1
     merged = converted(scaled, 'merge')

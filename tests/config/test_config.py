@@ -421,7 +421,7 @@ def test_the_fingerprint_tells_seeds_and_models_apart():
 
 @pytest.mark.parametrize(('remat', 'stored'), [('none', False), ('full', True), ('dots', 'dots')])
 def test_remat_is_stored_as_in_schema_1(remat, stored):
-    """Schema 1 had a boolean."""
+    """Schema 1 had a boolean: False is 'none', and True is 'full'."""
     config = Config(model=ModelConfig(remat=remat))
 
     written = to_json(config)
@@ -459,14 +459,16 @@ def test_a_later_field_with_another_value_is_stored(config, field):
 
 
 def test_stored_configs_keep_their_meaning_when_a_default_changes():
-    """A stored config without model.window means None, although the default is now 64."""
+    """A stored config without model.window still means None. WiderConfig has the default 64."""
     stored = to_json(Config())
     del stored['model']['window']
     del stored['decode']
 
     assert fingerprint(WiderConfig()) != fingerprint(Config())
+    # A missing field or section gets the default of its schema.
     assert from_json(WiderConfig, stored) == wider_config()
     assert fingerprint(from_json(Config, stored)) == fingerprint(Config())
+    # `fingerprint_of` hashes the JSON without adding defaults.
     assert fingerprint_of(stored) != fingerprint(Config())
 
 

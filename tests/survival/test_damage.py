@@ -1,7 +1,7 @@
-"""Damaged files of runs and studies: a table of file x damage.
+"""Each file of a run or study is damaged in each of many ways.
 
-A run whose file is damaged is refused in one sentence that names the file, or ends as it would
-have. A study names the file when it is resumed or reported, and trains nothing again.
+A run with a damaged file ends as the sound run, or is refused. The refusal is one sentence with the
+name of the file. Resuming or reporting a study names the damaged file, and trains nothing again.
 """
 
 import dataclasses
@@ -153,8 +153,8 @@ def planned_run(study):
 def messages_about(study, file, damage, content, sound_files):
     """Reports a study with a damaged file, then resumes it, and returns all messages.
 
-    Asserts that only plan.jsonl and results.jsonl may change, as they are made again from the
-    results of the runs. At the end, all files are sound again.
+    Asserts that only plan.jsonl and results.jsonl may change. They are made again from the results
+    of the runs. At the end, all files are sound again.
 
     Args:
         study: The directory of the study.

@@ -1,8 +1,8 @@
 """This version of the code finishes a run and a study that an earlier version began.
 
-Each archive in fixtures/ is a directory of a run or study that was killed by `kill -9` at step 6 of
-12. Its last checkpoint is of step 4. expected.json has the losses of the earlier version without
-the kill. Another processor may round differently, so losses after step 4 agree only to rounding.
+Each archive in fixtures/ is the directory of a run or study. `kill -9` ended it at step 6 of 12,
+with a checkpoint of step 4. expected.json has the losses of the earlier version without the kill.
+Another processor may round differently, so losses after step 4 agree only to rounding.
 """
 
 import dataclasses

@@ -249,7 +249,7 @@ def undisturbed(tmp_path_factory):
 
 
 def random_phases(kind: str, rng) -> list[str]:
-    """Draws as many phases as the environment variable KILLS says; each gets a signal."""
+    """Draws the phases in which signals are sent, KILLS in number (an environment variable)."""
     weight_of_phase = dict(PHASES)
     if kind == 'bucket':
         # In a bucket, `Job.phase` does not see that a checkpoint is being saved.
