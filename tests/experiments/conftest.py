@@ -51,7 +51,7 @@ def get_config():
 
 @pytest.fixture
 def files(tmp_path, tmp_path_factory, monkeypatch):
-    """Goes to a directory that holds study.py and run.py alone; all tests share one data cache."""
+    """Changes to a directory that has only study.py and run.py. All tests share one data cache."""
     (tmp_path / 'study.py').write_text(STUDY)
     (tmp_path / 'run.py').write_text(RUN)
     monkeypatch.chdir(tmp_path)
@@ -68,12 +68,12 @@ def save_model(path: Path, config: ModelConfig) -> None:
 
 @contextlib.contextmanager
 def added_flags_removed():
-    """Undoes what a script changes in this process: its flags, and how the package logs.
+    """Removes the flags that a script defines in the block, and restores the package's logger.
 
-    A script defines command-line flags in the global `flags.FLAGS`. The next script that runs in
-    this process may define the same flags, which would be an error.
+    Flags are global, in `flags.FLAGS`. Without this, the next script in this process could not
+    define a flag of the same name.
     """
-    app.define_help_flags()  # otherwise a script would, in the block
+    app.define_help_flags()  # otherwise a script in the block would define these flags
     flags_before = set(flags.FLAGS)
     logger = logging.getLogger('qkattn')
     handlers = logger.handlers[:]
@@ -92,23 +92,23 @@ def added_flags_removed():
 
 @pytest.fixture
 def script_here(files, monkeypatch, capsys):
-    """A function that runs a qkattn command in this process and returns its exit code and texts.
+    """A function that runs a qkattn command in this process, and returns a CompletedProcess.
 
-    script_here('ablate', '--flag=1') runs `qkattn ablate --flag=1`. The working directory has the
-    configs study.py and run.py. The result has returncode, stdout and stderr.
+    For example, script_here('ablate', '--flag=1') runs `qkattn ablate --flag=1`. The working
+    directory has the configs study.py and run.py.
     """
-    # An installed script does not have the working directory '' on its path.
+    # An installed script does not import from the working directory, which is '' in sys.path.
     installed_path = [path for path in sys.path if path]
     monkeypatch.setattr(sys, 'path', installed_path)
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, 'argv', ['/bin/qkattn', *arguments])
-        code = 0  # of a script that returns
+        code = 0  # if the script returns without SystemExit
         with added_flags_removed():
             try:
                 main()
             except SystemExit as stopped:
-                code = stopped.code or 0  # SystemExit(None) is a success as well
+                code = stopped.code or 0  # SystemExit(None) also means success
         output, errors = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, code, output, errors)
 
@@ -117,7 +117,7 @@ def script_here(files, monkeypatch, capsys):
 
 @pytest.fixture
 def printed(script_here):
-    """Runs a qkattn command that must succeed; returns its standard output."""
+    """A function that runs a qkattn command that must succeed, and returns its standard output."""
 
     def run(*command: str) -> str:
         done = script_here(*command)
@@ -129,19 +129,19 @@ def printed(script_here):
 
 @pytest.fixture
 def refusal(script_here, monkeypatch):
-    """A function that runs a qkattn command, which must be refused, and returns the message.
+    """A function that runs a qkattn command that must be refused, and returns the message.
 
-    refusal('ablate', '--flag=1') runs `qkattn ablate --flag=1` in this process. A refusal has the
-    exit code 2. Its message is one line on standard error, without a traceback.
+    A refusal has exit code 2, and prints one line on standard error without a traceback. For
+    example, refusal('ablate', '--flag=1') runs `qkattn ablate --flag=1`.
     """
-    # The progress display would write further lines to standard error.
+    # The progress display would write more lines to standard error.
     monkeypatch.setattr(Progress, 'tick', lambda display: None)
 
     def run(*command: str) -> str:
         completed = script_here(*command)
         errors = completed.stderr
 
-        # Where an assertion fails, pytest shows what the command printed.
+        # If an assertion fails, pytest shows what the command printed.
         assert completed.returncode == 2, errors
         assert 'Traceback' not in errors, errors
 

@@ -27,15 +27,15 @@ RUN = suites.decoder(layers=2, width=16, heads=2, context=12, vocabulary=11, bat
 
 
 def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
-    """`race` times the rows of a benchmark in rounds, and returns those rows that do not fail.
+    """`race` times each row of a benchmark in every round, and leaves out rows that fail.
 
-    A row is timed by calls of its work. The work `writes_letter` appends the row's letter to a file
-    at each call, and reports the process that it runs in.
+    The work of a row is the function that is called and timed. The work `writes_letter` appends the
+    letter of its row to a file.
     """
     module = 'tests.experiments.works'
     file = tmp_path / 'calls'
     a_settings = {'file': str(file), 'letter': 'a'}
-    # A call of b counts as a million steps, and a call of a as one.
+    # A call of b counts as a million steps, and a call of a counts as one step.
     b_settings = {'file': str(file), 'letter': 'b', 'steps': 1e6}
     rows = [
         Row('a', a_settings, extra={'tokens': 10}, work=f'{module}:writes_letter'),
@@ -46,30 +46,30 @@ def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
 
     a, b = race(rows, rounds=3, seconds=0)
 
-    # Each row is called twice when it is built, and then once a round.
+    # Building a row calls its work twice. Each of the 3 rounds then calls a and b once.
     assert file.read_text() == 'aa' + 'bb' + 'ab' + 'ab' + 'ab'
 
-    # a and b have the same work, so they run in one process, which is not this one.
+    # a and b have the same work, so both run in the same process, and not in the test's.
     process = a.extra['here']
     assert process != os.getpid()
     assert a.extra == {'here': process, 'tokens': 10}
     assert b.extra == {'here': process}
 
-    # A row has a time of each round, in seconds per step. A call of a and of b takes about as long.
+    # Each round gives a time in seconds per step. A call of a takes about as long as a call of b.
     assert len(a.rounds) == 3
     assert b.median < a.median / 1e3
 
-    # A warning has the first line of an error. The ValueError has a second line, 'and more'.
+    # A warning quotes only the first line of an error. Here the second line is 'and more'.
     assert 'raises_value_error is left out: ValueError: no such kernel' in caplog.text
     assert 'and more' not in caplog.text
 
-    # The last row ends its process, which breaks the pool of processes.
+    # The last row ends its own process, so the pool of processes is broken.
     assert 'exits_in_second_round is left out: BrokenProcessPool' in caplog.text
 
 
 @pytest.fixture
 def written_group(tmp_path):
-    """The only group of the benchmark that is written to `tmp_path`."""
+    """A group of rows. The benchmark written to `tmp_path` has only this group."""
     rows = [Row('fast', {}, [0.1, 0.2, 0.3], {'tokens': 10})]
     group = Group('steps', 'rows', rows, 'fast')
     record.write(tmp_path, {'machine': {}}, [group])
@@ -94,13 +94,13 @@ def test_a_benchmark_of_another_schema_is_refused(written_group, tmp_path):
 
 @pytest.mark.parametrize('scale', suites.SCALES)
 def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
-    """The suites of a benchmark can be built at every scale, with names that tell rows apart.
+    """At every scale, all models are valid, and names of groups and of their rows are distinct.
 
     A suite yields groups of rows, and a row is a program to time. Nothing is timed or trained here.
     """
 
     def check_and_time_as_a_second(rows, **_):
-        """Stands for race: checks names and models, and says that each row takes one second."""
+        """Replaces race: checks names and models, and gives each row a time of one second."""
         names = {row.name for row in rows}
         assert len(names) == len(rows)
         for row in rows:
@@ -109,7 +109,7 @@ def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
                 from_json(ModelConfig, row.settings['model'])
         return [Row(row.name, {}, [1.0], row.extra) for row in rows]
 
-    # Counting FLOPs and running a study take long, so numbers stand for them.
+    # Counting FLOPs and running a study take long, so both are replaced by constants.
     monkeypatch.setattr(suites, 'race', check_and_time_as_a_second)
     monkeypatch.setattr(suites.cost, 'training_flops_per_token', lambda model: 8)
     monkeypatch.setattr(suites, '_ablate', lambda *flags: 1.0)
@@ -122,7 +122,7 @@ def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
     group_names = {group.name for group in groups}
     assert len(group_names) == len(groups)
 
-    # The reference is the row that others are compared with.
+    # The reference of a group is the row with which other rows are compared.
     for group in groups:
         if group.reference:
             assert group.row(group.reference)
@@ -130,7 +130,7 @@ def test_every_suite_has_valid_models_and_distinct_names(scale, monkeypatch):
 
 
 class Reference(NamedTuple):
-    """The loss and gradients of qkattn for these parameters and tokens."""
+    """Parameters and tokens, with the loss and gradients that qkattn computes from both."""
 
     params: dict
     grads: dict
@@ -141,11 +141,11 @@ class Reference(NamedTuple):
 
 @pytest.fixture(scope='module')
 def reference():
-    """Parameters and random tokens of a small decoder, with qkattn's loss and gradients on them.
+    """Parameters and random tokens of a small decoder, with the loss and gradients of qkattn.
 
-    Models of the benchmark that are written in other ways have to give the same numbers.
+    The benchmark's models in plain JAX and in PyTorch must give the same loss and gradients.
     """
-    # 2 rows of 12 inputs, each with the token after it as target, from 11 different tokens.
+    # 2 rows of 13 tokens give 12 inputs each. The target of an input is the next token.
     tokens = np.random.default_rng(0).integers(11, size=(2, 13))
     inputs_BT = tokens[:, :-1]
     microbatch = {
@@ -153,10 +153,10 @@ def reference():
         'targets_BT': tokens[:, 1:],
         'loss_weights_BT': np.ones(inputs_BT.shape, np.float32),
     }
-    # A batch has a leading axis of microbatches. Here there is one.
+    # The leading axis of a batch counts microbatches. This batch has one.
     batch = {name: array[None] for name, array in microbatch.items()}
 
-    # Noise makes every gain of a norm differ from 1, so that a missing or swapped one shows.
+    # Gains of norms start at 1. With noise, a missing or swapped gain changes the loss.
     initial_params = step.init_trial(RUN, 0)['params']
     arrays, definition = jax.tree.flatten(initial_params)
     keys = jax.random.split(jax.random.key(1), len(arrays))
@@ -171,10 +171,10 @@ def reference():
 
 
 def as_jax_gpt(params):
-    """Puts parameters or gradients of qkattn into the structure that `jax_gpt` has for them.
+    """Converts qkattn's parameters or gradients to the structure of `jax_gpt`.
 
-    qkattn stacks the arrays of all layers along a first axis. `jax_gpt`, the same model in plain
-    JAX, has a list with a dictionary for each layer.
+    `jax_gpt` is the same model in plain JAX. qkattn stacks the arrays of all layers along a first
+    axis, but `jax_gpt` has a list of dictionaries, one for each layer.
     """
     blocks = params['blocks']
     score = blocks['attention']['score']
@@ -203,10 +203,10 @@ def as_jax_gpt(params):
 
 
 def as_torch_gpt(params):
-    """Renames parameters or gradients of `jax_gpt` to those of `torch_gpt`, the model in PyTorch.
+    """Converts parameters or gradients of `jax_gpt` to the names and shapes of `torch_gpt`.
 
-    A weight has the axes [out, in] in PyTorch, so matrices are transposed. The matrices of queries,
-    keys and values are one matrix there.
+    `torch_gpt` is the same model in PyTorch, where weights have the axes [out, in]. So matrices are
+    transposed. The matrices of queries, keys and values are concatenated.
     """
     d_model = RUN.model.d_model
     arrays = {
@@ -228,7 +228,7 @@ def as_torch_gpt(params):
 
 
 def assert_agree(result, expected):
-    """Compares arrays up to 1e-5 of their own size, or of the largest of all entries."""
+    """Asserts that entries agree up to 1e-5 times the entry, plus 1e-5 times the largest entry."""
     largest = max(np.abs(array).max() for array in jax.tree.leaves(expected))
 
     def assert_close(array, expected_array):
@@ -239,10 +239,10 @@ def assert_agree(result, expected):
 
 @pytest.mark.slow
 def test_functional_jax_takes_the_same_step(reference):
-    """The benchmark's model in plain JAX, `jax_gpt`, trains as qkattn's model does.
+    """`jax_gpt`, the benchmark's model in plain JAX, trains in the same way as qkattn's model.
 
-    From the same parameters and tokens, both have the same loss and gradients. One step of AdamW
-    gives the same parameters.
+    From the same parameters and tokens, both models compute the same loss and gradients. One step
+    of AdamW then gives the same new parameters.
     """
     model = to_json(RUN.model)
     params = as_jax_gpt(reference.params)
@@ -250,19 +250,20 @@ def test_functional_jax_takes_the_same_step(reference):
     initial = jax_gpt.init(model, jax.random.key(0))
     assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, params)
 
-    # The reference has qkattn's loss and gradients.
+    # Loss and gradients of `jax_gpt` are compared with the loss and gradients of qkattn.
     loss_of = functools.partial(jax_gpt.loss, model)
     loss_and_grads = jax.value_and_grad(loss_of)(params, reference.tokens)
     assert_agree(loss_and_grads, (reference.loss, grads))
 
-    # A step of `jax_gpt`.
+    # `jax_gpt` takes a step of AdamW.
     optimizer = jax_gpt.optimizer()
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     params_after = optax.apply_updates(params, updates)
 
-    # A step of qkattn, with the learning rate and the weight decay of `jax_gpt`.
-    # After the warm-up, the learning rate is at its peak, as it always is in `jax_gpt`.
+    # qkattn takes a step from the reference's parameters. `alive` means: not diverged.
     trial = step.init_trial(RUN, 0) | {'params': reference.params, 'alive': True}
+    # `jax_gpt` has a constant learning rate of 1e-3, and a weight decay of 0.1.
+    # qkattn reaches the full learning rate at the end of its warm-up.
     hyper = {'seed': 0, 'learning_rate': 1e-3, 'weight_decay': 0.1}
     peak_step = RUN.optimizer.warmup_steps
     trial_after, _ = step.train_trial(RUN, peak_step, trial, hyper, reference.batch)
@@ -271,7 +272,7 @@ def test_functional_jax_takes_the_same_step(reference):
 
 @pytest.mark.slow
 def test_torch_computes_the_same_gradients(reference):
-    """The benchmark's model in PyTorch has qkattn's loss and gradients, from equal parameters."""
+    """With the same parameters, the benchmark's PyTorch model has qkattn's loss and gradients."""
     torch = pytest.importorskip('torch', exc_type=ImportError)
     from experiments.benchmark import torch_gpt
 
@@ -279,7 +280,7 @@ def test_torch_computes_the_same_gradients(reference):
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert num_parameters == cost.count(RUN.model)['total']
 
-    # The model gets the parameters of the reference, under its own names.
+    # The reference's parameters are renamed for PyTorch and loaded into the model.
     arrays = as_torch_gpt(as_jax_gpt(reference.params))
     model.load_state_dict({name: torch.tensor(array) for name, array in arrays.items()})
 
@@ -302,9 +303,9 @@ def test_a_stack_counts_the_steps_of_every_trial():
 
 
 def test_the_cache_is_as_large_as_the_cost_predicts():
-    """The cache of keys and values takes the memory that `cost` gives for one token of a model.
+    """The cache of keys and values takes the memory that `cost` predicts per token.
 
-    `greedy` builds the continuation of 2 prompts, whose cache has room for the full context.
+    `greedy` builds a benchmark that continues prompts. Its cache has room for the full context.
     """
     num_rows = 2
     num_tokens = 3
@@ -315,18 +316,18 @@ def test_the_cache_is_as_large_as_the_cost_predicts():
     num_cached_tokens = num_rows * RUN.model.context
     assert work.extra['cache_bytes'] == bytes_per_float * num_cached_tokens * floats_per_token
 
-    # A step is one further token of every row.
+    # A step generates one token in every row.
     assert work.steps == num_tokens
     assert work.extra['tokens'] == num_rows
 
 
 def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
-    """The benchmark of reading takes rows of tokens from places at random in all files (shards)."""
+    """The benchmark of reading takes rows of tokens from random positions in all shards (files)."""
     first_tokens = []  # the position of the first token of each row, in reading order
     windows = TokenDataset.windows
 
     def recorded(self, split, first_B, size):
-        """Stands for the reading of B rows, and records where they begin."""
+        """Reads B rows, and records the position of each row's first token."""
         first_tokens.extend(first_B.tolist())
         return windows(self, split, first_B, size)
 
@@ -335,18 +336,18 @@ def test_rows_are_read_at_random_from_all_shards(tmp_path, monkeypatch):
     work = reading.batches(str(tmp_path / 'shards'), shards=3, ids=shard_size, context=1024)
     work.run(1)
 
-    # One call reads 10 batches. A batch has 16 rows of 1024 tokens.
+    # One call reads 10 batches of 16 rows, each of 1024 tokens. A batch counts as a step.
     assert work.steps == 10
     assert work.extra == {'tokens': 16 * 1024}
 
-    # Positions count the tokens of all shards, one shard after another.
+    # Positions run through all shards: shard i holds i * shard_size to (i + 1) * shard_size - 1.
     shards_read = {first // shard_size for first in first_tokens}
     assert shards_read == {0, 1, 2}
     assert first_tokens != sorted(first_tokens)
 
 
 def test_sparse_shards_take_no_disk(tmp_path):
-    """Shards of zeros have their full size, but their ids take no disk blocks."""
+    """Sparse shards hold zeros. Each file has its full size, but its ids take no disk blocks."""
     num_shards = 2
     ids_per_shard = 1_000_000
     folder = tmp_path / 'shards'
@@ -363,7 +364,7 @@ def test_sparse_shards_take_no_disk(tmp_path):
     for shard in shards:
         status = shard.stat()
         assert status.st_size == header_bytes + bytes_per_id * ids_per_shard
-        # st_blocks counts 512 bytes each. The ids would take 2 MB.
+        # A block of st_blocks has 512 bytes. Stored ids would take 2 * 1_000_000 bytes.
         bytes_on_disk = 512 * status.st_blocks
         assert bytes_on_disk < 100_000
 
@@ -381,7 +382,7 @@ def test_the_smallest_run_measures_every_row(printed, tmp_path):
     rows = []
     for group in groups:
         rows.extend(group['rows'])
-    # The suites have 15 rows or more together, if none was left out for an error.
+    # There would be fewer than 15 rows if failing rows had been left out.
     assert len(rows) >= 15
     # `rounds` has the time of each round.
     for row in rows:

@@ -59,7 +59,7 @@ CONFIGS = {'train': Config, 'ablate': Study}
 
 @pytest.fixture
 def run(small_run, tmp_path):
-    """`small_run`, which is also run/ in the working directory."""
+    """`small_run`, with a link to its directory: run/ in the working directory."""
     (tmp_path / 'run').symlink_to(small_run.path)
     return small_run
 
@@ -72,7 +72,7 @@ def test_version_is_printed(printed):
 
 
 def test_help_lists_all_scripts_and_configs_with_their_first_line(printed):
-    """`qkattn --help` lists each script and config, with the first line of its docstring."""
+    """`qkattn --help` lists each script and config with the first line of the file's docstring."""
     text = printed('--help')
 
     # Without arguments, the command prints its help as well.
@@ -80,12 +80,12 @@ def test_help_lists_all_scripts_and_configs_with_their_first_line(printed):
     for line in text.splitlines():
         assert len(line) <= 80
 
-    # The help breaks long entries into lines.
+    # Joining the lines undoes the line breaks within long entries.
     one_line = ' '.join(text.split())
     scripts = ROOT.glob('experiments/[a-z]*.py')
     configs = ROOT.glob('configs/**/[a-z]*.py')
     for path in (*scripts, *configs):
-        # The name has no first folder: 'configs/claims/lm_rank.py' is listed as claims/lm_rank.
+        # The listed name omits the first folder: configs/claims/lm_rank.py is claims/lm_rank.
         path_without_suffix = path.relative_to(ROOT).with_suffix('').as_posix()
         _, _, name = path_without_suffix.partition('/')
         first_line = path.read_text().splitlines()[0]
@@ -94,7 +94,7 @@ def test_help_lists_all_scripts_and_configs_with_their_first_line(printed):
 
 
 def flag_entries(text):
-    """The explanation of each flag in a help text, as in {'out': 'where to write; default ...'}."""
+    """Maps each flag in a help text to its explanation, e.g. {'out': 'where to write; ...'}."""
     explanations = {}
     for entry in f'\n{text}'.split('\n  --')[1:]:
         name, _, description = entry.partition(':')
@@ -105,12 +105,12 @@ def flag_entries(text):
 
 @pytest.mark.parametrize('name', SCRIPTS)
 def test_every_flag_is_explained_with_its_default(printed, name):
-    """`name` is a script, such as 'train'. Its help has an explanation of each flag."""
+    """The help of the script `name` explains each flag and gives its default."""
     text = printed(name, '-h')
 
     for line in text.splitlines():
         assert len(line) <= 80
-    flags = flag_entries(text)  # the explanation of each flag
+    flags = flag_entries(text)
     assert flags
     for explanation in flags.values():
         assert '; default ' in explanation
@@ -122,12 +122,12 @@ def test_every_flag_is_explained_with_its_default(printed, name):
     # train and ablate also have a flag for each setting, such as --config.train.num_steps.
     if name in CONFIGS:
         for field, setting in settings(CONFIGS[name]).items():
-            # The explanation is 'KIND; default VALUE DOC', with ' Names: ...' after some.
+            # An explanation reads 'KIND; default VALUE DOC'. Some go on with ' Names: ...'.
             kind, _, rest = flags[f'config.{field}'].partition('; default ')
             default_and_doc, _, _ = rest.partition(' Names: ')
             assert kind
 
-            # Default and text are those of the setting's definition.
+            # The setting's definition has the same default and text.
             doc = ' '.join(setting.doc.split())
             assert default_and_doc == f'{setting.default!r} {doc}'
 
@@ -150,7 +150,7 @@ REGISTRIES = {
 def test_help_lists_the_names_of_every_registry(printed, name, prefix):
     """The help of a setting lists all registered names, such as all datasets for data.name.
 
-    A study has the settings of a run below `base.`, as in --config.base.data.name.
+    In a study, the settings of a run begin with `base.`, e.g. --config.base.data.name.
     """
     text = printed(name, '-h')
 
@@ -160,7 +160,7 @@ def test_help_lists_the_names_of_every_registry(printed, name, prefix):
         if names:
             names_by_flag[flag] = names
 
-    # `REGISTRIES` has the registries of each setting that is chosen by name.
+    # `REGISTRIES` maps a setting to the registries that contain its names.
     expected = {}
     for field, registries in REGISTRIES.items():
         names = ', '.join(itertools.chain(*registries))
@@ -202,10 +202,10 @@ def test_a_character_that_the_encoding_lacks_is_escaped():
 
 # Signals before the main function of a script runs
 
-# What the sentence on an interrupt adds where the same command goes on.
+# The end of the message on an interrupt, if running the same command again resumes the work.
 RESUMES = '; the same command resumes from what is saved'
 
-# As sitecustomize.py, makes the import of jax take a minute and swallow interrupts.
+# Saved as sitecustomize.py, this makes the import of jax wait a minute and swallow interrupts.
 SLOW_IMPORT = """
 import sys, time
 class Waiting:
@@ -232,11 +232,11 @@ def test_a_signal_during_imports_ends_a_script_in_one_line(
 ):
     """A script that gets a signal while it imports jax ends at once, with one line.
 
-    ablate can be run again, so SIGTERM ends it with 75: launchers then repeat the command. A dry
-    run has nothing to resume, so Ctrl-C (SIGINT) ends it with 130, as in a shell.
+    SIGTERM ends ablate with exit code 75, which tells launchers to repeat the command. Ctrl-C
+    (SIGINT) ends a dry run with the usual exit code 130.
     """
-    # `SLOW_IMPORT` prints 'importing', and makes the import of jax wait and swallow interrupts.
-    # Python runs sitecustomize.py as it starts.
+    # Python runs sitecustomize.py when it starts. The import of jax then prints 'importing',
+    # waits, and swallows interrupts.
     (tmp_path / 'sitecustomize.py').write_text(SLOW_IMPORT)
     process = subprocess.Popen(
         [sys.executable, '-m', 'qkattn', *command.split()],
@@ -302,13 +302,13 @@ RECALL = """
 def test_training_prints_where_its_results_are(script_here, printed, tmp_path, outside):
     """Training ends with its losses, the paths of its results, and a command that exports them.
 
-    `RECALL` trains two seeds for 20 steps and evaluates them every 10. Its metric `top 3` comes
-    from the module confidence.py of the user, which the fixture `outside` writes.
+    `RECALL` trains two seeds for 20 steps and evaluates them every 10 steps. The metric `top 3` is
+    defined in the user's module confidence.py, which the fixture `outside` writes.
     """
     completed = script_here('train', '--config=run.py', '--workdir=out', *RECALL.split())
     assert completed.returncode == 0, completed.stderr
 
-    # Standard error has the progress. A loss is the range of both seeds.
+    # The progress is on standard error. It shows the smallest and largest loss of both seeds.
     loss = r'\d\.\d{4} to \d\.\d{4} nats/token'
     for logged in (
         f'step 10/20: validation loss {loss}\n',
@@ -317,14 +317,14 @@ def test_training_prints_where_its_results_are(script_here, printed, tmp_path, o
     ):
         assert re.search(f'^{logged}', completed.stderr, re.MULTILINE)
 
-    # Standard output has the results of each seed, with the metric from outside.
+    # The results of each seed are on standard output, with the user's metric `top 3`.
     lines = completed.stdout.splitlines()
     for line in lines:
         assert len(line) <= 100
     losses = r'^  validation loss \d\.\d{4} nats/token, .* top 3 \d+\.\d\d %'
     assert re.search(losses, completed.stdout, re.MULTILINE)
 
-    # The three lines before the last one have a name and a path each.
+    # Each of the three lines before the last one has a name and a path.
     for line in lines[-4:-1]:
         _, path = line.split()
         assert (tmp_path / path).exists()
@@ -334,7 +334,7 @@ def test_training_prints_where_its_results_are(script_here, printed, tmp_path, o
     assert words[:4] == ['to', 'export', 'qkattn', 'convert']
     assert words[-1] == '--out=DIRECTORY'
 
-    # The command runs without the module of the metric.
+    # The command to export also runs without the module confidence.py.
     (outside / 'confidence.py').unlink()
     del sys.modules['confidence']
     arguments = words[4:-1]
@@ -355,9 +355,9 @@ def lines_with_single_spaces(text):
 
 
 def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
-    """A dry run of training prints what it would cost. It compiles and writes nothing.
+    """A dry run of training prints the cost of the run. Nothing is compiled or written.
 
-    The config `small` trains 3 seeds for 600 steps, on 16 rows of 64 tokens a step.
+    The config `small` trains 3 seeds for 600 steps, each step on 16 rows of 64 tokens.
     """
     forbid_compiling(monkeypatch)
 
@@ -365,7 +365,7 @@ def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
 
     tokens_per_step = 3 * 16 * 64
     num_tokens = 600 * tokens_per_step
-    flops = 2_752_512 * num_tokens  # FLOPs of a token: forward and backward pass
+    flops = 2_752_512 * num_tokens  # FLOPs per token, for forward and backward pass
     # The first four lines describe the config.
     lines_of_cost = lines_with_single_spaces(text)[4:]
     assert lines_of_cost == [
@@ -376,7 +376,7 @@ def test_a_run_is_counted_without_compiling(printed, tmp_path, monkeypatch):
         f'tokens {num_tokens:,} of all trials and steps',
         f'FLOPs {flops:,} of all trials and steps: 5.07e+12',
     ]
-    # The fixture has put these two files into the directory.
+    # Only the two files of the fixture `files` are in the directory.
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 
@@ -385,7 +385,8 @@ def test_the_arms_of_a_study_are_described_on_a_pod(printed):
     text = printed('ablate', '--config=study.py', '--dry_run=h100-1x2', '--config.base.mesh.data=2')
 
     table = text.split('\n\n')[1].splitlines()
-    # A row begins with the variant and two numbers.
+    # Three lines of header come first. A row begins with a variant, its 3 trials, and the tokens
+    # per step: 3 trials * 4 rows * 16 tokens = 192.
     baseline, arm = table[3:5]
     assert baseline.split()[:3] == ['qk/vo', '3', '192']
     assert arm.split()[:3] == ['shared_qk/vo', '3', '192']
@@ -394,9 +395,9 @@ def test_the_arms_of_a_study_are_described_on_a_pod(printed):
 
 @pytest.mark.slow
 def test_a_config_is_described_on_a_pod_that_is_not_there(printed, tmp_path):
-    """A dry run for a pod of TPUs, v5e-2x4, prints what a run needs of their memory.
+    """A dry run for v5e-2x4, a pod of 2 x 4 TPU chips, prints how much memory a run needs.
 
-    No TPU is there: fake devices of the CPU stand for 2 x 4 chips. The config `small` has 3 trials.
+    No TPU is needed, because fake CPU devices stand for the chips. The config `small` has 3 trials.
     """
     smaller = ('--config.model.num_layers=1', '--config.train.lifting=map')
     pod = ('--dry_run=v5e-2x4', '--config.mesh.data=8')
@@ -414,7 +415,7 @@ def test_a_config_is_described_on_a_pod_that_is_not_there(printed, tmp_path):
     hbm_bytes = 16 * 2**30
     assert any(line.startswith(f'HBM per device {hbm_bytes:,} 16.00 GiB,') for line in lines)
 
-    # Nothing is written: the fixture has put these two files into the directory.
+    # Nothing is written. Only the two files of the fixture `files` are in the directory.
     assert {path.name for path in tmp_path.iterdir()} == {'run.py', 'study.py'}
 
 
@@ -455,14 +456,14 @@ def test_a_run_continues_a_prompt_of_token_ids(generate):
 
 
 def test_a_converted_run_generates_the_same_text(refusal, printed, run):
-    """`merge` multiplies W_Q and W_K into one matrix, which leaves the logits as they are.
+    """A model whose W_Q and W_K are merged into one matrix generates the same text.
 
-    Trial 1, the second of the run's two models, is converted and written to merged/.
+    The run has two models. The second one, trial 1, is converted and written to merged/.
     """
     convert = ('convert', '--source=run', '--trial=1', '--apply=merge', '--out=merged')
     text = printed(*convert)
 
-    # The variant qk/vo has become merged/vo, and logits change by rounding alone.
+    # The variant is now merged/vo instead of qk/vo. Only rounding changes the logits.
     assert 'merge: merged/vo, largest relative logit change' in text
     text_after = text.split('logit change ')[1]
     logit_change = float(text_after.split()[0])
@@ -478,7 +479,7 @@ def test_a_converted_run_generates_the_same_text(refusal, printed, run):
     # The same conversion does not overwrite merged/.
     assert '--out=merged is not empty' in refusal(*convert)
 
-    # merged/ records that it was made of trial 1, so it is compared with trial 1 of the run.
+    # merged/ records that it comes from trial 1. So `analyze` compares it with trial 1 of run/.
     text = printed('analyze', '--source=merged', '--reference=run')
     assert 'drift from run, trial 1: qk/vo\n' in text
 
@@ -495,7 +496,7 @@ def test_a_conversion_that_does_not_fit_is_refused(refusal, run):
 
 
 def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tmp_path):
-    """A run is written as the package transformers stores a GPT-2, and can be read again."""
+    """A run exported in the GPT-2 format of the package transformers generates the same text."""
     text = printed('convert', 'run', '--layout=transformers', '--out=gpt2')
 
     assert text.splitlines()[-1] == 'wrote gpt2, a GPT-2 in the layout of transformers'
@@ -513,7 +514,7 @@ def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tm
     text_of_run = printed('generate', 'run', *greedy)
     assert text_of_gpt2 == text_of_run
 
-    # A run records its data, and these have a tokenizer to write. gpt2/ does not record its data.
+    # The tokenizer of a run comes from its recorded data. gpt2/ does not record its data.
     text = printed('convert', 'gpt2', '--layout=transformers', '--out=again')
     assert text.splitlines()[-1].startswith('without tokenizer.json: the source is not a run')
 
@@ -528,13 +529,14 @@ def test_a_run_written_for_transformers_generates_the_same_text(printed, run, tm
 def test_an_exact_conversion_that_changes_logits_writes_nothing(
     refusal, tmp_path, monkeypatch, conversion, message
 ):
-    """A conversion that promises equal logits and changes them is refused, and nothing is written.
+    """A conversion that should keep the logits is refused if it would change them.
 
-    fold_gains moves the gains of norms into matrices, which is not exact in a post-norm model.
+    fold_gains moves the gains of norms into matrices, which changes the logits of a post-norm
+    model.
     """
 
     def double_w_o(layer):
-        """Stands for merge_vo, with a mistake: it doubles W_O, which changes the logits."""
+        """Replaces merge_vo by a faulty conversion, which doubles W_O."""
         layer.value.w_o_NHD[...] *= 2
         return layer
 
@@ -558,10 +560,10 @@ def test_a_run_is_analyzed_on_its_own_data(printed, run):
 
 
 def test_a_run_is_analyzed_on_a_text(refusal, printed, run, tmp_path):
-    """`analyze` measures the attention of a model of one layer, and writes numbers and figures.
+    """`analyze` measures the attention of a model with one layer, and writes numbers and figures.
 
-    A[n] and B[n] are the matrices of head n: A gives its logits, and B its output. Drift is how far
-    they are from those of a reference.
+    A[n] is the matrix of the logits of head n, and B[n] is the matrix of its output. Drift is the
+    distance of a matrix from the same matrix in the reference model.
     """
     flags = ('--text=def f(x):', '--trial=1', '--reference=run', '--out=out')
     text = printed('analyze', '--source=run', *flags)
@@ -579,8 +581,8 @@ def test_a_run_is_analyzed_on_a_text(refusal, printed, run, tmp_path):
     assert (values['drift', 'A'] == 0).all()
     assert (values['drift', 'B'] == 0).all()
 
-    # The last line names the directory. The line before it is the layer's row of the table.
-    # This row has means over heads, but for the induction score the best head.
+    # The last line names the directory. The line above is the layer's row of a table.
+    # The row shows means over heads. Only the induction score is the maximum over heads.
     printed_row = text.splitlines()[-2].split()
     for number in (
         values['effective_rank', 'A'].mean(),
@@ -624,7 +626,7 @@ def test_an_encoder_decoder_is_analyzed(printed, tmp_path):
 
 @pytest.mark.slow
 def test_a_published_gpt2_is_analyzed_without_data(printed, tmp_path):
-    """What needs a text, such as the entropy of its patterns, is left out."""
+    """Without a text, `analyze` omits quantities that need one, such as the entropy of patterns."""
     write_gpt2(tmp_path / 'gpt2', make_tensors())
     text = printed('analyze', 'gpt2')
     assert 'induction' in text
@@ -633,11 +635,11 @@ def test_a_published_gpt2_is_analyzed_without_data(printed, tmp_path):
 
 @pytest.mark.slow
 def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
-    """`prepare_data` turns texts into a directory of tokens, from which alone a run trains.
+    """`prepare_data` turns texts into a directory of tokens, and a run trains on this directory.
 
-    Neither training nor generating changes the directory.
+    Training and generating leave the directory unchanged.
     """
-    # The folder files/ has texts of three splits.
+    # files/ has the texts of three splits.
     write_texts(tmp_path / 'files')
     data = ('--config.data.name=text', '--config.data.path=files')
     tokenizer = '--config.data.tokenizer=characters'
@@ -651,7 +653,7 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
         f'to train: qkattn train --config=run.py {settings_of_tokens} --workdir=DIRECTORY'
     )
 
-    # Training needs no cache of data: /absent does not exist.
+    # Training needs no data cache, so `data_dir` may be a directory that does not exist.
     files_before = contents(tokens_path)
     data = {'name': 'tokens', 'path': 'prepared', 'data_dir': '/absent'}
     result, _ = train(tiny(data=data, model={'num_layers': 1}), tmp_path / 'run')
@@ -663,10 +665,10 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     assert result['data']['fingerprints'] == fingerprints
     assert result['data']['tokenizer'] == index['tokenizer_name']
 
-    # Bits per byte need the texts' lengths in bytes, which the tokens record.
+    # Bits per byte need the length of the texts in bytes, which the token files record.
     assert result['val_bits_per_byte'] > 0
-    # `unigram_loss` is the loss of a model that knows only how frequent each token is.
-    # The texts have over ten different characters, so it exceeds 1 nat per token.
+    # `unigram_loss` is the loss of a model that knows only the frequency of each token.
+    # With more than ten different characters, this loss is above 1 nat per token.
     assert result['data']['unigram_loss'] > 1
 
     text = printed('generate', 'run', '--prompt=train ', '--num_tokens=8')
@@ -698,10 +700,10 @@ SETTINGS_OF_TOKENS = [
 def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path, settings):
     """The command that `prepare_data` prints last trains a model on the prepared tokens.
 
-    The command names the config and the tokens. It also repeats settings that the config needs,
-    such as model.vocab_size. A user replaces the word DIRECTORY, which is a valid path here.
+    The command ends with --workdir=DIRECTORY, where a user would insert a path. The test runs the
+    command unchanged, because the word DIRECTORY is also a valid path.
     """
-    # The config own.py has the settings of a small run, and those of the case.
+    # The config own.py has the settings in `SMALL` and in `settings`.
     write_texts(tmp_path / 'my files')
     lines = ''
     for setting in [*SMALL.split(), 'data.name=text', *settings.split()]:
@@ -709,7 +711,7 @@ def test_the_command_that_prepare_data_prints_trains(printed, outside, tmp_path,
         lines += f'    config.{name} = {value}\n'
     (tmp_path / 'own.py').write_text(OWN_CONFIG.format(lines=lines))
 
-    # The names with spaces have to be quoted in the command.
+    # The printed command has to quote the names with spaces.
     flags = ('--config=own.py', '--config.data.path=my files', '--out=my tokens')
     last_line = printed('prepare_data', *flags).splitlines()[-1]
 
@@ -764,12 +766,12 @@ NOT_PREPARED = [
 
 @pytest.mark.parametrize('data', slow_except(NOT_PREPARED[:1], NOT_PREPARED))
 def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monkeypatch, data):
-    """A dry run of a study warns that its data are missing, and does not download or prepare them.
+    """A dry run of a study warns about missing data, and does not download or prepare the data.
 
-    `data` has settings of the data, such as 'name=tokens path=absent'.
+    `data` is a string of data settings, such as 'name=tokens path=absent'.
     """
     forbid_downloading(monkeypatch)
-    # The cache of prepared data, which does not exist.
+    # The cache of prepared data is a directory that does not exist.
     monkeypatch.setenv('QKATTN_DATA', str(tmp_path / 'data'))
     flags = [f'--config.base.data.{setting}' for setting in data.split()]
 
@@ -781,7 +783,7 @@ def test_a_dry_run_says_that_data_are_not_prepared_here(printed, tmp_path, monke
 
 
 def test_a_dry_run_says_that_a_further_corpus_is_not_prepared(printed, data_dir, monkeypatch):
-    """The data that the study trains on are prepared."""
+    """The training data stdlib are prepared, but the further corpus tiny_shakespeare is not."""
     forbid_downloading(monkeypatch)
     monkeypatch.setenv('QKATTN_DATA', data_dir)
     flags = ('--config.base.data.evaluate=("tiny_shakespeare",)', '--config.base.data.name=stdlib')
@@ -798,14 +800,14 @@ def test_a_dry_run_says_that_a_further_corpus_is_not_prepared(printed, data_dir,
 def study(tmp_path):
     """The directory study/ in the working directory: a study of the baseline with two seeds.
 
-    `experiments.verify` counts parameters and FLOPs again from the config. So the records have the
-    counts of their config. Nothing is trained.
+    Nothing is trained. The records have the true parameter and FLOP counts of their config, because
+    `experiments.verify` recomputes these counts.
     """
     config = studies.run_config(studies.trial_record('qk/vo'))
     parameters = cost.count(config.model)
     counts = {
         'parameters': parameters,
-        # The baseline has exactly the parameters that it should have.
+        # The baseline has its target number of parameters, so the residual is 0.
         'target_parameters': parameters['total'],
         'residual': 0.0,
         'flops_per_token': cost.flops_per_token(config.model),
@@ -830,10 +832,9 @@ def test_a_wrong_acceptance_is_refused(study, refusal, flags, message):
 
 
 def test_a_study_is_exported_with_what_was_accepted(study, printed):
-    """The ledger of an exported study records which doubts its author accepted, and why.
+    """The ledger.jsonl of an exported study records which flaws its author accepted, and why.
 
-    The ledger is the file of what a study declared. `uncommitted` accepts changed files of code,
-    and `commits` accepts runs of several commits.
+    `uncommitted` accepts runs of uncommitted code. `commits` accepts runs of different commits.
     """
     accept = ('--accept=uncommitted,commits', '--why=docs alone differ')
     printed('report', '--study=study', *accept, '--export=exported/study')
@@ -844,7 +845,7 @@ def test_a_study_is_exported_with_what_was_accepted(study, printed):
         'commits': 'docs alone differ',
     }
 
-    # The study has one run, which trained two seeds.
+    # Both seeds belong to one run.
     text = printed('verify', '--results=exported', '--pages=')
     assert 'numbers agree with the logs, the costs of 1 run with the configs' in text
 
@@ -863,26 +864,26 @@ def test_counts_that_the_config_does_not_give_are_refused(study, refusal, name):
 
 
 def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
-    """A study that gets a further variant trains this variant alone, and keeps finished runs.
+    """If a variant is added to a study, only the new variant is trained.
 
-    The first call trains the baseline qk/vo with three seeds. The second call adds a variant that
-    lies outside of the package.
+    The first call trains the baseline qk/vo with three seeds. The second call adds a variant from a
+    module outside the package.
     """
     flags = ('--config=study.py', '--workdir=out', '--workers=1')
-    group_may_write = 0o002  # forbids others to write, but not the group
+    group_may_write = 0o002  # umask: the group may write new files, other users may not
     with umask(group_may_write):
         first = script_here('ablate', *flags, '--config.variants=("qk/vo",)')
 
-    # Orbax saves checkpoints. Its own log is not shown.
+    # The log of Orbax, the library that saves checkpoints, is not shown.
     assert first.returncode == 0, first.stderr
     assert 'orbax' not in first.stderr
     assert 'Traceback' not in first.stderr
 
-    # Every file has the mode that the umask asks for.
+    # No file has a mode other than the umask gives.
     out = tmp_path / 'out'
     assert not other_modes(out, group_may_write)
 
-    # One run has trained the three seeds.
+    # One run has trained all three seeds.
     baseline_trials = [('qk/vo', 0), ('qk/vo', 1), ('qk/vo', 2)]
     assert variants_and_seeds(out) == baseline_trials
     (result_of_baseline,) = out.glob('runs/*/result.json')
@@ -892,29 +893,29 @@ def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
     second = script_here('ablate', *flags, f'--config.variants=("qk/vo", "{variant}")')
     assert second.returncode == 0, second.stderr
 
-    # The run of the baseline was neither written nor started again.
+    # The baseline was not trained again: its result is unchanged, and it was started once.
     assert result_of_baseline.stat().st_mtime_ns == time_of_baseline
     provenance = read_json(result_of_baseline.with_name('provenance.json'), {})
     assert len(provenance['starts']) == 1
 
-    # The results have both variants.
+    # results.jsonl has the trials of both variants.
     variant_trials = [(variant, 0), (variant, 1), (variant, 2)]
     assert variants_and_seeds(out) == baseline_trials + variant_trials
     results = studies.read_lines(out / 'results.jsonl')
     for result in results:
         assert result['status'] == 'finished'
         assert result['data']['fingerprints']
-    # provenance.json of a run names the machine, but results.jsonl does not.
+    # The machine is named in provenance.json of a run, but not in results.jsonl.
     assert 'hostname' not in results[0]['provenance']
     assert_reported(out, second.stdout, variant)
 
 
 @pytest.mark.slow
 def test_two_workers_share_an_ablation(script_here, tmp_path):
-    """Two processes train the runs of a study, and neither repeats a run of the other.
+    """Two processes share the runs of a study, and each run is trained once.
 
-    The study of study.py is named `small`. It has the variants qk/vo and shared_qk/vo, with three
-    seeds each.
+    The config study.py defines a study named `small`. Its variants are qk/vo and shared_qk/vo, with
+    three seeds each.
     """
     completed = script_here('ablate', '--config=study.py', '--workdir=out', '--workers=2')
 
@@ -925,7 +926,7 @@ def test_two_workers_share_an_ablation(script_here, tmp_path):
     shared_trials = [('shared_qk/vo', 0), ('shared_qk/vo', 1), ('shared_qk/vo', 2)]
     assert variants_and_seeds(out) == baseline_trials + shared_trials
 
-    # provenance.json lists each start of a run. Each run was started once.
+    # provenance.json lists all starts of a run. Here each run has one.
     for path in out.glob('runs/*/provenance.json'):
         provenance = read_json(path, {})
         assert len(provenance['starts']) == 1
@@ -939,7 +940,7 @@ def variants_and_seeds(study):
 
 
 def outside_variant(directory, monkeypatch):
-    """Puts the example of the README on the import path; returns its variant."""
+    """Makes the example module of the README importable, and returns the name of its variant."""
     code = between(README, '<!-- example: signed_diagonal.py -->\n```python', '```')
     (directory / 'signed_diagonal.py').write_text(code)
     monkeypatch.syspath_prepend(directory)
@@ -947,7 +948,7 @@ def outside_variant(directory, monkeypatch):
 
 
 def assert_reported(study, printed, variant):
-    """The report is written, and printed in lines that a terminal shows whole."""
+    """Asserts that the report is written, and printed in lines of at most 100 characters."""
     assert (study / 'report.html').stat().st_size > 10_000
     assert variant in printed
     assert 'report:' in printed
@@ -960,7 +961,7 @@ TOTAL = r'\ntotal +2 +6 +1.54e\+04 +\S+'  # 2 runs, 6 trials, and 3 * 2 * 40 * 4
 
 
 def assert_only_configs(directory):
-    """A dry run has written nothing beside the configs and their bytecode."""
+    """Asserts that a dry run has written no files, except the bytecode of the configs."""
     names = {path.name for path in directory.iterdir() if path.suffix != '.py'}
     assert names <= {'__pycache__'}
 
@@ -986,7 +987,7 @@ def test_a_dry_run_that_measures_writes_nothing(printed, tmp_path):
 TUNED = (
     '--config.tuning.seeds=(100,)',
     '--config.base.trials.learning_rates=(0.001, 0.002, 0.004)',
-    '--config.base.data.eval_sequences=2048',  # at least 100 documents, as verdicts need
+    '--config.base.data.eval_sequences=2048',  # enough for the 100 documents of a verdict
 )
 
 
@@ -1021,10 +1022,10 @@ class Translator(NamedTuple):
 
 
 def write_reversed_words(directory):
-    """Writes words and their translations, which are the words reversed: BAD becomes dab.
+    """Writes random words (language en) and the reversed words (language xx): BAD becomes dab.
 
-    The languages are en and xx, with a word in each line of train.en, train.xx, validation.en and
-    validation.xx. Words have 2 to 5 letters from a to h, upper-case in en. Validation has 100.
+    The files are train.en, train.xx, validation.en and validation.xx, with one word per line. Words
+    have 2 to 5 letters from a to h. The validation files have 100 words.
     """
     rng = np.random.default_rng(0)
     letters = list('abcdefgh')
@@ -1058,7 +1059,7 @@ TRANSLATOR_CONFIG = {
         'accumulation': 1,
         'lifting': 'vmap',
     },
-    # A trial for each learning rate. The second rate is too low to learn anything.
+    # Each learning rate is a trial. The second rate is too low to learn anything.
     'trials': {'seeds': (0,), 'learning_rates': (1e-2, 1e-6), 'weight_decays': (0.0,)},
     'decode': {'beam': 2},
 }
@@ -1066,9 +1067,10 @@ TRANSLATOR_CONFIG = {
 
 @pytest.fixture(scope='session')
 def translator(tiny, tmp_path_factory):
-    """A finished run that has learned to translate a word to its reversal: bad becomes dab.
+    """A finished run that translates a word by reversing it: bad becomes dab.
 
-    It has two trials. The second one has a learning rate of 1e-6, so it has learned nothing.
+    The first trial has learned this. The second trial has learned nothing, because its learning
+    rate is 1e-6.
     """
     path = tmp_path_factory.mktemp('translate')
     write_reversed_words(path)
@@ -1111,7 +1113,7 @@ def test_text_is_translated_line_by_line(printed, translator):
 
 
 def test_a_file_is_translated_line_by_line(printed, translator, tmp_path):
-    """The run lower-cases its text. Lines without words stay empty."""
+    """Text is lower-cased before it is translated. Lines without words give empty lines."""
     (tmp_path / 'in.en').write_text('\ufeffBAD\n\n   \ncafe')
     output = printed('translate', f'--source={translator.path}', '--file=in.en')
     assert output == 'dab\n\n\nefac\n'
@@ -1134,18 +1136,17 @@ def test_a_line_ends_at_a_line_feed_alone(
 ):
     """Line i of the output is the translation of line i of the file.
 
-    A line of the file ends at a line feed alone, or at a carriage return with a line feed. Other
-    separators stay within their line.
+    Only '\\n' and '\\r\\n' end a line of the file. Other separators stay within their line.
     """
     translated_lines = []
 
     def encode(self, text):
-        """Stands for the tokenizer, and records each line that is translated."""
+        """Replaces the tokenizer's `encode`, and records each line to translate."""
         translated_lines.append(text)
         return [0]
 
     def decode(self, ids):
-        """Gives every translation a line feed, which the script prints as a space."""
+        """Makes every translation contain a line feed, which the script prints as a space."""
         return 'x\ny'
 
     monkeypatch.setattr(Tokenizer, 'encode', encode)
@@ -1154,7 +1155,7 @@ def test_a_line_ends_at_a_line_feed_alone(
 
     output = printed('translate', f'--source={translator.path}', '--file=in.en')
 
-    # Empty lines are not translated, but have a line in the output.
+    # Empty lines are not translated, but each gives a line of output.
     assert translated_lines == [line for line in lines if line]
     assert output.count('\n') == len(lines)
 
@@ -1186,7 +1187,7 @@ def test_a_wrong_translation_is_one_sentence(refusal, translator, flags, message
 
 @pytest.fixture
 def run_with_changed_texts(translator):
-    """The path of the run, whose training files have a further word of letters it never saw."""
+    """The path of the run `translator`, after the new word zebu was added to its training files."""
     directory = translator.path.parent
     texts = {}
     for name in ('train.en', 'train.xx'):

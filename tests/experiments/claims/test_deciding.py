@@ -97,7 +97,7 @@ def test_a_claim_that_only_the_check_supports_holds_for_the_checks(added):
 
 @pytest.fixture(scope='module')
 def three_expectations():
-    """Three arms of lm_added are worse; the study leaves the third one open."""
+    """Expectations that three arms of lm_added are worse. The study leaves the third one open."""
     variants = ('double/double', 'full_size/vo', 'nonlinear_query/vo')
     return [expect(variant, 'worse', study='lm_added') for variant in variants]
 
@@ -140,15 +140,15 @@ def test_rows_share_the_error_rate_where_one_is_open(three_expectations, three_c
 def test_relations_that_could_each_refute_a_claim_share_the_error_rate(
     relations, expected_numbers_sharing, added, monkeypatch
 ):
-    """A claim is false if either of its relations is, so the tests of both share the error rate.
+    """If a claim fails, it is judged again, with the error rate divided among its relations.
 
-    A relation says what the claim expects of an arm. The arm double/double is worse than the
-    baseline, so 'not_worse' and 'equivalent' are false.
+    A relation is what the claim expects of an arm. The arm double/double is worse than the
+    baseline, so both 'not_worse' and 'equivalent' are false.
     """
-    numbers_sharing = []  # how many tests share the error rate, for each time the arm is judged
+    numbers_sharing = []  # the divisor of the error rate, each time that the claim is judged
 
     def recorded(all_cases, num_sharing):
-        """Stands for judge_cases, and records how many tests share the error rate."""
+        """Calls judge_cases, and records the divisor of the error rate."""
         numbers_sharing.append(num_sharing)
         return judge_cases(all_cases, num_sharing)
 
@@ -157,8 +157,8 @@ def test_relations_that_could_each_refute_a_claim_share_the_error_rate(
 
     assert decide(make_claim(*false), 'cpu', added).verdict is FAILS_HERE
 
-    # Each test first has the whole error rate. As the claim fails, its relations then share it.
-    # A single relation shares it with no other.
+    # In the first round, each test has the whole error rate. The second round divides the error
+    # rate by the number of relations.
     assert numbers_sharing == expected_numbers_sharing
 
 
@@ -169,26 +169,26 @@ def lm_dropped():
 
 
 def test_fractions_of_training_share_the_error_rate(lm_dropped, monkeypatch):
-    """`measures.early` tests at three times in training which differences still change.
+    """All tests of `measures.early` share one error rate.
 
-    A change is tested from that time to the end. The study lm_dropped has evaluations at three
-    fractions of its steps before the end.
+    The study lm_dropped has evaluations at 3 steps before the last one. At each of them, a test
+    asks whether an arm's difference in loss changes by more than the margin until the end.
     """
     planned_comparisons = []  # how many comparisons share the error rate, in each call
     judge = decision.judge
 
     def recorded(tested, planned, **options):
-        """Stands for decision.judge, and records how many comparisons share the error rate."""
+        """Calls decision.judge, and records how many comparisons share the error rate."""
         planned_comparisons.append(planned)
         return judge(tested, planned=planned, **options)
 
     monkeypatch.setattr(decision, 'judge', recorded)
     rows = measures.early(lm_dropped)
 
-    # Each row counts the arms whose difference still changes. After the first fraction, 2 do.
+    # There is a row for each early step. Its value is the number of arms that still change.
     assert [row.value for row in rows] == [2, 0, 0]
 
-    # Each of 3 calls corrects for the study's comparisons at all 3 fractions.
+    # `judge` is called once for each step. Each call corrects for the tests at all 3 steps.
     num_fractions = 3
     num_sharing = num_fractions * lm_dropped.num_comparisons
     assert planned_comparisons == [num_sharing, num_sharing, num_sharing]
@@ -204,7 +204,7 @@ def test_arms_with_withheld_verdicts_do_not_count_as_changing(lm_dropped):
 
 @pytest.fixture(scope='module')
 def no_o(results):
-    """The row and the arm of an expectation that qk/no_o is better, which its study leaves open."""
+    """The row and the arm for the expectation that qk/no_o is better, which stays open."""
     study = results.study('fair_small')
     judged = list(judge_cases(cases(expect('qk/no_o', 'better'), study, results)))
     assert len(judged) == 1
@@ -212,10 +212,7 @@ def no_o(results):
 
 
 def with_difference(arm, **fields):
-    """The arm with changed fields of its difference.
-
-    By default, tuning adds no uncertainty.
-    """
+    """The arm with changed fields of its difference. By default, tuning adds no uncertainty."""
     fields = {'tuning_low': 0.0, 'tuning_high': 0.0} | fields
     difference = dataclasses.replace(arm.difference, **fields)
     comparison = dataclasses.replace(arm.comparison, difference=difference)
@@ -229,7 +226,11 @@ def test_seeds_do_not_make_up_for_a_coarse_sweep(no_o):
 
 @pytest.mark.parametrize(('tuning_high', 'is_advised'), [(0.01, True), (0.0, False)])
 def test_a_finer_sweep_is_advised_if_tuning_is_most_of_the_distance(tuning_high, is_advised, no_o):
-    """The difference is 0.016 from the bound, and the sweep may miss `tuning_high`."""
+    """A finer sweep is advised if the tuning error is more than half of the distance to the bound.
+
+    The bound is the margin 0.005, and the difference is -0.011. So the distance is 0.016, and half
+    of it is 0.008.
+    """
     row, arm = no_o
     arm = with_difference(arm, tuning_high=tuning_high)
 
@@ -240,10 +241,10 @@ def test_a_finer_sweep_is_advised_if_tuning_is_most_of_the_distance(tuning_high,
 
 
 def test_a_bound_farther_away_needs_fewer_seeds(no_o):
-    """`needed` says how many seeds would tell a difference from the bound that decides.
+    """`needed` says how many seeds would show on which side of a bound the difference lies.
 
-    The arm qk/no_o has a loss 0.011 below the baseline's. The margin is 0.005. So an arm is better
-    below -0.005, and not worse below +0.005. It is equivalent between them: -0.005 is nearer.
+    The loss of qk/no_o is 0.011 below the baseline's, and the margin is 0.005. 'equivalent' has two
+    bounds, -0.005 and +0.005. Only the nearer one, -0.005, counts.
     """
     row, arm = no_o
     arm = with_difference(arm)  # without the uncertainty of tuning
@@ -255,33 +256,33 @@ def test_a_bound_farther_away_needs_fewer_seeds(no_o):
         assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in need.text
         seeds[relation] = need.seeds
 
-    # The distances to the bound are 0.006, 0.006 and 0.016.
+    # The distance to -0.005 is 0.011 - 0.005 = 0.006, and to +0.005 it is 0.011 + 0.005 = 0.016.
     assert seeds['equivalent'] == seeds['better']
     assert seeds['better'] > 2 * seeds['not_worse']
 
 
 def test_the_seeds_needed_are_those_of_a_one_sided_test_at_a_second_look(no_o):
-    """More seeds mean a second study of the arm, whose test has the smaller level of a second look.
+    """The number of seeds is computed for a second look, whose test has a smaller level.
 
-    A look is a study that tests the arm. Each further look has a smaller share of the error rate.
+    A look is a study that tests the arm. More seeds need a second study, so a second look.
     """
     row, arm = no_o
     arm = with_difference(arm)  # without the uncertainty of tuning
     row = dataclasses.replace(row, relation='not_worse')
 
-    # The comparisons of the study share the level of the look.
+    # All comparisons of a study share the level of its look.
     second_look = 2
     one_sided_alpha = decision.level(second_look) / arm.verdict.num_comparisons
     # 'not_worse' needs a difference below the margin of 0.005.
     margin = 0.005
     distance = margin - arm.difference.mean
-    # `to_find` takes the error rate of a two-sided test.
+    # `to_find` takes the level of a two-sided test, which is twice the one-sided level.
     seeds, _ = inference.to_find(arm.difference, distance, 2 * one_sided_alpha)
     assert needed(row, arm).seeds == seeds
 
 
 def test_the_seeds_for_a_reported_range_are_those_of_a_95_percent_interval(no_o):
-    """A claim reports a range of differences, and the 95 % interval of the arm has to be in it.
+    """The 95 % interval of an arm is compared with the range that a claim reports.
 
     The range is 0.02 +- 0.01. The difference of the arm is negative, so the nearer bound is 0.01.
     """
@@ -294,7 +295,7 @@ def test_the_seeds_for_a_reported_range_are_those_of_a_95_percent_interval(no_o)
     nearer_bound = 0.01
     assert f'from +{nearer_bound} nats/token' in need.text
 
-    # `to_find` plans the seeds of a two-sided test. Its level of 5 % gives a 95 % interval.
+    # A two-sided test at a level of 5 % corresponds to a 95 % interval.
     distance = nearer_bound - arm.difference.mean
     seeds, _ = inference.to_find(arm.difference, distance, alpha=0.05)
     assert need.seeds == seeds
@@ -364,10 +365,7 @@ FULL_SIZE = make_claim(expect('full_size/vo', 'better', 'lm_added'))
 
 
 def test_an_arm_without_results_is_missing(lm_added):
-    """A claim on an arm stays undecided, and names what is missing, if the arm has no results.
-
-    The study lm_added has lost the results of full_size/vo.
-    """
+    """A claim on an arm without results is undecided, and names the missing results."""
     remove_results(lm_added, 'full_size/vo')
 
     # `FULL_SIZE` claims that full_size/vo is better than the baseline.
@@ -375,7 +373,7 @@ def test_an_arm_without_results_is_missing(lm_added):
 
     assert decided.verdict is UNDECIDED
     assert decided.rows == ()
-    # The first sentence is about the study, and the second one about the claim.
+    # One message is about the study, and the other is about the difference in the claim.
     missing_of_study = decided.missing[0]
     missing_difference = decided.missing[1]
     assert 'lacks the results of' in missing_of_study
@@ -384,16 +382,13 @@ def test_an_arm_without_results_is_missing(lm_added):
 
 
 def test_an_arm_whose_partner_has_no_results_is_missing(lm_added):
-    """A comparison of two arms is missing if the second arm has no results.
-
-    The claim compares double/double with full_size/vo, whose results are lost.
-    """
+    """A comparison of two arms is missing if the second arm has no results."""
     remove_results(lm_added, 'full_size/vo')
     versus_full_size = expect('double/double', 'worse', 'lm_added', versus='full_size/vo')
 
     decided = decide(make_claim(versus_full_size), 'cpu', Results(lm_added.parent))
 
-    # missing[0] says that the study lacks results.
+    # missing[0] is about the study, which lacks results.
     assert decided.missing[1].endswith('on stdlib has no difference from full_size/vo yet')
 
 
@@ -425,7 +420,7 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(expected, results):
 
 
 def raises_attribute_error(findings=None):
-    """A check without an argument, or a measure that reads the findings of a study."""
+    """Serves as a check, called without an argument, and as a measure, called with findings."""
     return 'a string'.absent
 
 
@@ -443,7 +438,7 @@ def test_a_check_or_a_measure_that_raises_is_named_with_its_claim(parts, results
 
 
 def read_name(findings):
-    """A measure: one row that speaks for the claim, named after the study."""
+    """A measure that gives one row: its quantity is the study's name, and it supports the claim."""
     return [Row(findings.study.name, Kind.MEASURED, {}, 2.0, Speaks.FOR)]
 
 
@@ -471,7 +466,7 @@ def test_a_claim_has_the_provenance_of_its_training(results):
 
 
 def test_measures_of_models_short_of_a_yardstick_decide_nothing():
-    """In the results as they are committed, the baseline of fair_small is."""
+    """In the committed results of fair_small, the loss of the baseline is above its yardstick."""
     decided = decide(MEASURED, 'cpu', Results(RESULTS))
     assert decided.verdict is UNDECIDED
     assert decided.rows[0].speaks == Speaks.OPEN
@@ -485,9 +480,10 @@ def test_measures_at_scale_smoke_decide_nothing(results):
 def test_measures_decide_nothing_where_a_rule_withholds_verdicts(
     blocked, results, tmp_path, monkeypatch
 ):
-    """A measure decides nothing if its study or its baseline has a remark that blocks verdicts.
+    """A measure decides nothing if the study or its baseline has a remark that blocks verdicts.
 
-    A remark is a finding on a study or on an arm, such as a broken rule.
+    A remark says, for example, that the study breaks a rule. Without the remark, the claim
+    `MEASURED` holds here.
     """
     findings = results.study('fair_small')
     if blocked == 'study':
@@ -497,10 +493,9 @@ def test_measures_decide_nothing_where_a_rule_withholds_verdicts(
         baseline, *other_arms = findings.arms
         blocked_baseline = dataclasses.replace(baseline, remarks=(BLOCK,))
         withheld = dataclasses.replace(findings, arms=(blocked_baseline, *other_arms))
-    # The study is not read from the empty directory: these findings stand for it.
+    # The results are read from an empty directory, so `load_findings` is replaced.
     monkeypatch.setattr(studies, 'load_findings', lambda path: withheld)
 
-    # Without the remark, the measure of `MEASURED` speaks for its claim.
     assert decide(MEASURED, 'cpu', Results(tmp_path)).verdict is UNDECIDED
 
 
@@ -512,7 +507,7 @@ def test_measures_without_a_study_are_missing(tmp_path):
 
 @pytest.fixture(scope='module')
 def committed_cpu():
-    """The committed studies of claims at scale cpu, as they are."""
+    """The committed studies of claims at scale cpu, unchanged."""
     return Results(CLAIMS)
 
 
@@ -537,21 +532,22 @@ SHARED_ENCODER = 'qk/vo?encoder_variant=shared_qk/vo'
 def test_the_last_repeat_that_trained_an_arm_decides_it(
     study, variant, at, deciding_study, look, committed_cpu
 ):
-    """A study may repeat some arms of an earlier one with other seeds. The last repeat decides.
+    """If a later study repeats an arm with other seeds, the later study decides the arm.
 
-    For example, lm_rank_12 repeats lm_rank with rank 12 alone. So lm_rank_12 decides the arm of
-    rank 12, which it looks at for the second time. lm_rank decides the arm of rank 4.
+    `look` is how many studies have tested the arm so far. lm_rank_12 repeats only the arm of rank
+    12 of lm_rank, so this arm has look 2. `at` is the kind of comparison, such as equal parameter
+    count ('matched').
     """
     expected = expect(variant, 'not_worse', study=study, at=at)
     findings = committed_cpu.study(study)
 
-    # The variant has one arm, as the study has one size and one corpus.
+    # The variant has one arm, because the study has one size and one corpus.
     (case,) = cases(expected, findings, committed_cpu)
     ((row, arm),) = judge_cases([case])
 
     assert case.name == deciding_study
     assert row.study == deciding_study
     assert row.kind == at
-    # A withheld verdict does not count looks.
+    # A withheld verdict has no number of looks.
     if arm.verdict.decision is not decision.Decision.NO_VERDICT:
         assert arm.verdict.look == look

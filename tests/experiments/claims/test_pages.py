@@ -39,7 +39,7 @@ SHOWN = (STORED['A1'], STORED['A2'], UNDECIDED, FAILS_HERE, FAILS, STORED['C3'])
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
-    """A directory with the claims in `SHOWN` and their page; the figures are empty files."""
+    """A directory with the claims in `SHOWN` and their page. The figures are empty files."""
     directory = tmp_path_factory.mktemp('claims')
     write(directory, CLAIMS, SHOWN)
     write(directory, ANSWERS, STORED_ANSWERS)
@@ -56,9 +56,9 @@ def test_claims_are_read_as_written(tmp_path):
 
 
 def test_answers_are_read_with_numbers_of_rows_in_six_digits(tmp_path):
-    """An answer is written with the numbers of its rows in six digits, and read so again.
+    """The numbers in the rows of an answer are rounded to six digits when written.
 
-    An answer is a change of attention with rows, which are differences in loss.
+    An answer is about a change of attention. Its rows have differences in loss.
     """
     row = dataclasses.replace(
         STORED_ANSWERS[0].rows[0], value=1234567.0, low=0.01234567891, high=1234567.891
@@ -68,13 +68,13 @@ def test_answers_are_read_with_numbers_of_rows_in_six_digits(tmp_path):
 
     *stored_answers, answer_read = read_answers(tmp_path)
 
-    # The committed answers have rounded numbers, so they are read as they are.
+    # The numbers of the committed answers are rounded already, so nothing changes.
     assert tuple(stored_answers) == STORED_ANSWERS
 
-    # `attention` is a number of the answer itself, which is not rounded.
+    # `attention` is a field of the answer and not of a row, so it is not rounded.
     assert answer_read.attention == 0.1234567
     row_read = answer_read.rows[0]
-    # Whole numbers keep all digits, and large ones keep those before the point and one decimal.
+    # Digits before the decimal point are always kept. A large number also keeps one decimal.
     assert row_read.value == 1234567.0
     assert row_read.low == 0.0123457
     assert row_read.high == 1234567.9
@@ -104,9 +104,9 @@ def test_an_altered_claims_file_is_refused(tmp_path):
 def test_a_claims_file_with_a_wrong_field_is_refused(
     changes_of_row, changes_of_claim, message, tmp_path
 ):
-    """A file of claims with a field of an invalid value is refused, and the claim is named.
+    """A claims file with an invalid value is refused, and the message names the claim B2.
 
-    The file is written by hand, without the checksum that `write` adds.
+    The file is not written by `write`, which would add a checksum.
     """
     claim = dataclasses.asdict(STORED['B2'])
     first_row = claim['rows'][0]
@@ -119,7 +119,7 @@ def test_a_claims_file_with_a_wrong_field_is_refused(
 
 
 def mismatch_after(name, changes_of_second_row, changes_of_claim):
-    """The mismatch between a stored claim and the claim with these changes."""
+    """The message of `export.mismatch` on a stored claim and a changed copy of this claim."""
     claim = dataclasses.replace(STORED[name], needed='48 seeds, to find 0.0042 nats/token')
     first, second, *others = claim.rows
     second = dataclasses.replace(second, **changes_of_second_row)
@@ -224,7 +224,7 @@ def test_the_page_of_a_group_begins_with_a_title_and_an_introduction(written):
     assert '# B. Is W_Q needed?' in start
     assert pages.GROUPS['b'].introduction in start
     assert '[Claims](claims.md) explains' in start
-    # claims.md of an export has all groups.
+    # claims.md has all groups, so it does not link to itself.
     assert '(claims.md)' not in (written / 'claims.md').read_text()
 
 
@@ -238,7 +238,7 @@ def test_the_table_of_answers_has_a_row_for_each_change(written):
 
 
 def test_differences_have_a_sign():
-    """Also those of D2, whose arms have more parameters at the same shape."""
+    """Differences at the baseline's shape have a sign even if the arms have more parameters."""
     for row in STORED['D2'].rows:
         assert pages.amount(row).startswith(('+', '-'))
 
@@ -259,14 +259,12 @@ def test_a_table_of_a_claim_has_the_columns_that_are_filled():
 
 
 def answer_row(value, *, model='decoder', kind=Kind.MATCHED, **fields):
-    """A row of an answer: the difference in loss of the variant a/b from the baseline.
-
-    The row is shown, but counts neither for nor against a claim.
+    """A row of an answer: the difference in loss between the variant a/b and the baseline.
 
     Args:
-        value: The difference. A positive one means that a/b is worse.
-        model: The kind of model, which has a column of its own in the table of answers.
-        kind: What is compared. MATCHED is at equal parameter count.
+        value: The difference in loss. If it is positive, a/b is worse.
+        model: The kind of model. Each kind has its own column in the table of answers.
+        kind: How a/b is compared with the baseline. MATCHED means at equal parameter count.
         **fields: Further fields of the row, such as decision='worse'.
     """
     context = {'model': model, 'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '1'}
@@ -276,19 +274,19 @@ def answer_row(value, *, model='decoder', kind=Kind.MATCHED, **fields):
         context=context,
         value=value,
         unit='nats/token',
-        speaks=Speaks.BESIDE,  # beside the evidence for or against a claim
+        speaks=Speaks.BESIDE,  # the row is shown, but is no evidence for or against a claim
         study='lm',
         **fields,
     )
 
 
 def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
-    """The table of answers leaves out a difference in loss whose verdict is withheld.
+    """The table of answers omits a difference in loss whose verdict is withheld ('no verdict').
 
-    An answer is a change of attention, here a, b or c, with its differences in kinds of models.
+    Here the answers are about the changes of attention a, b and c.
     """
-    # Three rows with a difference each, of a decoder unless a model is named.
-    # An arm is short if its loss is above that of a simple model, its yardstick.
+    # Rows are about a decoder unless `model` is given. is_short means: loss above the yardstick,
+    # which is the loss of a simple model.
     withheld = answer_row(0.125, model='masked LM', decision='no verdict')
     short = answer_row(0.25, decision='worse', is_short=True, length='at this length')
     settled = answer_row(0.5, decision='worse', length='settled')
@@ -302,29 +300,29 @@ def test_answers_print_no_difference_whose_verdict_is_withheld(tmp_path):
 
     lines = pages.answers_markdown(tmp_path, '.').splitlines()
 
-    # No column is left for the masked model, and no row for c. A dagger marks the short arm.
+    # The masked LM has no column, and c has no row. The dagger † marks the row with is_short.
     heading, _, row_of_a, row_of_b, empty_line, caption = lines[:6]
     assert heading == '|  | size of attention | decoder, equal count | verdict |'
     assert row_of_a == '| a | - | +0.250† | worse at this length |'
     assert row_of_b == '| b | - | +0.500 | worse, settled |'
     assert not empty_line
 
-    # The caption explains the dagger, and does not name the masked model.
+    # The caption explains the dagger, and does not mention the masked LM.
     assert '†: a loss above' in caption
     assert 'Masked' not in caption
 
 
 @pytest.mark.stored
 def test_answers_have_a_row_of_longer_training(committed, monkeypatch):
-    """An answer has a row of the usual training, and a row of four times the steps.
+    """An answer has a row for the usual training, and a row for training four times as long.
 
-    Here the study lm_added stands for both lengths, so both rows have the same difference.
+    Here both rows come from the study lm_added, so both have the same difference.
     """
     model = dataclasses.replace(
         export.MODELS['decoder'], studies=('lm_added',), longer_studies=('lm_added',)
     )
     monkeypatch.setattr(export, 'MODELS', {'decoder': model})
-    # A single change of attention, whose variant is double/double.
+    # The only change of attention is 'products', with the variant double/double.
     monkeypatch.setattr(export, 'CHANGES', {'products': 'double/double'})
 
     answers = export.answers(Results(committed / 'claims/cpu'))
@@ -333,21 +331,21 @@ def test_answers_have_a_row_of_longer_training(committed, monkeypatch):
     short_row = answers[0].row('decoder', Kind.MATCHED)
     longer_row = answers[0].row('decoder', Kind.LONGER)
     assert longer_row.value == short_row.value
-    # `length` says whether longer training confirms a row, so only the short row has it.
+    # `length` says whether longer training confirms the difference of the short row.
     assert short_row.length == 'at this length'
     assert longer_row.length is None
 
 
 @pytest.fixture
 def longer_answers(tmp_path):
-    """A directory with two answers: the changes 'drop W_Q' and 'Q = K' of a decoder.
+    """A directory with two answers, on the changes 'drop W_Q' and 'Q = K' of a decoder.
 
-    Both are worse than the baseline. 'drop W_Q' was also trained for 4 times the steps, where its
-    difference in loss is 0.25 in place of 0.5.
+    Both changes are worse than the baseline. For 'drop W_Q', the difference in loss is 0.5, and
+    0.25 after 4 times the steps.
     """
 
     def worse_row(value, **fields):
-        """A row of an arm that is worse by `value`, with a 95 % interval of +-0.01."""
+        """A row of an arm that is worse by `value`, with the 95 % interval value +- 0.01."""
         low = value - 0.01
         high = value + 0.01
         return answer_row(value, low=low, high=high, decision='worse', **fields)
@@ -357,7 +355,7 @@ def longer_answers(tmp_path):
         worse_row(0.25, kind=Kind.LONGER),
     )
     rows_of_sharing = (worse_row(0.75, length='at this length'),)
-    # Both changes save a quarter of attention's parameters.
+    # attention=-0.25 means that a change saves a quarter of the parameters of attention.
     answers = [
         Answer('drop W_Q', 'a/b', attention=-0.25, rows=rows_of_drop),
         Answer('Q = K', 'a/b', attention=-0.25, rows=rows_of_sharing),
@@ -400,13 +398,13 @@ def test_claims_with_differences_have_figures(written):
 
 
 def test_figures_show_the_numbers_of_the_rows():
-    """The figure of a claim has a point for the value of each of the claim's differences.
+    """The figure of a claim has a point for each difference of the claim.
 
-    Its first panel has differences at the baseline's shape (SAME_SHAPE). Its second panel has
+    The first panel has differences at the baseline's shape (SAME_SHAPE). The second panel has
     differences at equal parameter count (MATCHED).
     """
     claim = STORED['E4']
-    # A group has the rows of one variant and setting, by their kind.
+    # A group has the rows of one variant and one setting. Its keys are the kinds of rows.
     groups = group_parts(claim.rows)
     expected_means = []
     for kind in (Kind.SAME_SHAPE, Kind.MATCHED):
@@ -418,7 +416,7 @@ def test_figures_show_the_numbers_of_the_rows():
     for ax in claim_figure(claim).figure().axes:
         for points in ax.collections:
             if points.get_label() == 'mean':
-                # One point is drawn at a time, at the difference and a line of the panel.
+                # Each collection has one point (x, y). x is the difference, and y is the line.
                 x, _ = points.get_offsets()[0]
                 means.append(x)
 
@@ -427,7 +425,10 @@ def test_figures_show_the_numbers_of_the_rows():
 
 
 def test_a_figure_shows_what_is_reported_at_its_shape():
-    """B2 has a range that is reported at the same shape, up to 0.015."""
+    """A reported range is drawn only in the panel of the shape at which it was reported.
+
+    For B2, the range is reported at the baseline's shape, and ends at 0.015.
+    """
     same_shape, equal_count = claim_figure(STORED['B2']).figure().axes
 
     low, high = same_shape.get_xlim()
@@ -438,7 +439,7 @@ def test_a_figure_shows_what_is_reported_at_its_shape():
 
 
 def no_o(kind=Kind.MATCHED, speaks=Speaks.OPEN, value=0.1, decision=None, **context):
-    """A row of a difference of qk/no_o."""
+    """A row with a difference between qk/no_o and the baseline."""
     return Row('qk/no_o', kind, context, value, speaks, 'nats/token', decision=decision)
 
 
@@ -455,9 +456,9 @@ def test_the_only_line_of_a_figure_is_named_by_its_variant():
 
 
 def test_of_two_rows_of_one_kind_the_deciding_one_is_shown(tmp_path):
-    """Of two rows of the same kind of difference, a page shows the one that decides the claim.
+    """If two rows have the same kind of difference, a page shows the row that decides the claim.
 
-    A row that speaks BESIDE is only shown, and decides nothing.
+    A row that speaks BESIDE decides nothing.
     """
     rows = (
         no_o(Kind.SAME_SHAPE, Speaks.FOR, value=0.1, decision='worse', shape='equal'),
@@ -468,14 +469,14 @@ def test_of_two_rows_of_one_kind_the_deciding_one_is_shown(tmp_path):
 
     groups = group_parts(rows)
 
-    # All rows are of the variant qk/no_o, and differ in `shape` at most. So they are one group.
+    # Groups ignore `shape` in the context, so all rows of qk/no_o are in one group.
     assert len(groups) == 1
     rows_by_kind = groups[0]
     assert rows_by_kind[Kind.SAME_SHAPE].value == 0.1
     assert rows_by_kind[Kind.MATCHED].value == 0.4
-    # The context of a group is without `shape`.
+    # Grouping removes `shape` from the context.
     assert rows_by_kind[Kind.MATCHED].context == {}
 
-    # The page has the verdicts of the two deciding rows: SAME_SHAPE, then MATCHED.
+    # The page shows the verdicts of the two deciding rows, first SAME_SHAPE and then MATCHED.
     write(tmp_path, CLAIMS, [dataclasses.replace(STORED['B4'], rows=rows)])
     assert '| worse / undecided |' in pages.group_markdown(tmp_path, '.', 'b')

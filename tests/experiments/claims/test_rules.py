@@ -24,7 +24,7 @@ DECISIONS = (
     Decision.WORSE_MARGIN_OPEN,
     Decision.WORSE,
 )
-# What an arm with each of `DECISIONS` says of a relation.
+# By relation: whether an arm with each of `DECISIONS` speaks for or against the relation.
 TRUTH_BY_DECISION = {
     'better': (FOR, OPEN, AGAINST, AGAINST, AGAINST),
     'worse': (AGAINST, AGAINST, AGAINST, OPEN, FOR),
@@ -46,9 +46,10 @@ def comparison_of(differences, margin, validation=None):
     """A comparison of an arm with its baseline, from a difference in loss for each seed.
 
     Args:
-        differences: The arm's loss minus the baseline's, on the test split.
-        margin: Smaller differences do not matter.
-        validation: The mean difference on the validation split. By default that of the test split.
+        differences: The arm's loss minus the baseline's loss, on the test split.
+        margin: A difference below the margin does not matter.
+        validation: The mean difference on the validation split. By default, the mean of
+            `differences`.
     """
     difference = inference.paired_test(list(differences), margin)
     if validation is None:
@@ -74,20 +75,21 @@ def decide_arm(
     num_comparisons=4,
     reasons=(),
 ):
-    """Decides whether an arm with 8 seeds and a margin of 0.005 is as a claim expects.
+    """Decides whether a claim's relation is true of an arm with 8 seeds, at a margin of 0.005.
 
     Args:
         relation: What the claim expects, such as 'not_worse'.
         mean: The mean difference in loss from the baseline.
-        row: The row of the arm. By default it has no interval.
-        sd: How far the difference of each seed is from the mean.
+        row: The row of the arm. By default, a row without an interval.
+        sd: The distance of each seed's difference from the mean.
         validation: The mean difference on the validation split. By default `mean`.
         decision: The decision on the arm.
         num_comparisons: How many comparisons share the error rate.
         reasons: Why the arm is undecided.
 
     Returns:
-        The finding, such as 'not worse by the margin', and FOR, AGAINST or OPEN.
+        (finding, speaks), where the finding is a text such as 'not worse by the margin'. `speaks`
+        is FOR, AGAINST or OPEN.
     """
     if row is None:
         row = make_row(OPEN)
@@ -116,7 +118,7 @@ def test_every_decision_is_tested():
 
 
 def test_a_difference_near_the_margin_is_not_shown_to_be_equivalent():
-    """The tests below need an arm that is undecided."""
+    """The tests below need an arm that is undecided. `decide_arm` has the same differences."""
     differences = [0.004 - 0.002, 0.004 + 0.002] * 4
     comparison = comparison_of(differences, margin=0.005)
     assert comparison.difference.p_equivalence > 0.05 / 4  # for 4 comparisons
@@ -151,7 +153,7 @@ def test_one_side_of_the_margin_decides_a_one_sided_relation(mean, relation, fin
     ],
 )
 def test_one_side_of_the_margin_needs_sound_evidence(relation, mean, change):
-    """Without the change, the arm speaks for the relation."""
+    """Each change leaves the relation open. Without the change, the arm speaks for the relation."""
     _, speaks = decide_arm(relation, mean, **change)
     assert speaks == OPEN
 
@@ -171,13 +173,16 @@ def test_one_side_of_the_margin_needs_sound_evidence(relation, mean, change):
     ],
 )
 def test_both_splits_are_compared_with_the_reported_range(low, high, validation, fields, expected):
-    """The test split has the interval `low` to `high`, and 0.010 to 0.015 is reported."""
+    """An arm agrees with a reported range only if both the test and the validation split agree.
+
+    The interval on the test split is from `low` to `high`. The reported range is 0.0125 +- 0.0025.
+    """
     row = dataclasses.replace(make_row(OPEN), low=low, high=high, expected=0.0125, tolerance=0.0025)
     _, speaks = decide_arm('as_reported', mean=0.0125, row=row, validation=validation, **fields)
     assert speaks == expected
 
 
-# What the rows of a claim say, each in a context of its own, and the verdict on the claim.
+# (what the rows of a claim say, the verdict on the claim). Each row has its own context.
 VERDICTS = [
     ((FOR, FOR), ClaimVerdict.HOLDS),
     ((AGAINST, AGAINST), ClaimVerdict.FAILS),
@@ -191,7 +196,7 @@ VERDICTS = [
 
 
 def rows_in_different_sizes(spoken):
-    """A row for each element of `spoken`, in a context of its own."""
+    """A row for each element of `spoken`. Each row has its own context, namely its size."""
     return [make_row(speaks, size=str(size)) for size, speaks in enumerate(spoken)]
 
 
@@ -208,7 +213,7 @@ def test_an_incomplete_claim_is_undecided_unless_its_rows_disagree():
 
 
 def test_a_second_variant_is_no_second_setting():
-    """Exact rows, however, need no setting."""
+    """Two rows of the same setting count as one setting. Exact rows do not need a setting."""
     trained = [make_row(FOR, size='a', variant='b'), make_row(FOR, size='a', variant='c')]
     exact = [dataclasses.replace(row, kind=Kind.EXACT) for row in trained]
 
@@ -228,7 +233,10 @@ def test_a_row_that_speaks_against_decides_its_context():
 
 
 def test_the_condition_names_the_factor_that_separates():
-    """The corpus does not, as it is open in one context of corpus a."""
+    """Size 8 separates the context where the claim holds from the other contexts.
+
+    Corpus a does not, because one context of corpus a is open.
+    """
     rows = [
         make_row(FOR, model='decoder', size='8', corpus='a'),
         make_row(OPEN, model='decoder', size='1', corpus='a'),
@@ -255,18 +263,18 @@ SLACK = 3 * (0.05 * 0.95 / NUM_CLAIMS) ** 0.5
 
 
 def simulated_rows(differences, relation, num_comparisons):
-    """Judges an arm in each context, and returns the row of each: what it says of a relation.
+    """Judges an arm in each context, and returns a row with FOR, AGAINST or OPEN for each arm.
 
     Args:
-        differences: For each context, the differences in loss of an arm, one for each seed.
+        differences: For each context, an arm's differences in loss, one for each seed.
         relation: What the claim expects of every arm, such as 'not_better'.
         num_comparisons: How many comparisons share the error rate of 5 %.
     """
     rows = []
-    # The contexts differ in the size of the models.
+    # The contexts differ in `size`.
     for size, differences_of_seeds in enumerate(differences):
         comparison = comparison_of(differences_of_seeds, MARGIN)
-        # A study of one arm, whose key is 'arm'.
+        # The study has a single arm, with the key 'arm'.
         judgements = judge({'arm': comparison.difference}, planned=num_comparisons)
         decision = judgements['arm'].decision
         verdict = Verdict(decision, num_comparisons=num_comparisons)
@@ -275,7 +283,8 @@ def simulated_rows(differences, relation, num_comparisons):
     return rows
 
 
-# True mean differences by context, the relation, and bounds for shares of outcomes.
+# Parts: the true mean difference in each context, the relation that the claim expects, lower bounds
+# for shares of outcomes, and upper bounds for shares of outcomes.
 CLAIMS = [
     pytest.param(
         (0.0,) * 6,
@@ -320,23 +329,22 @@ CLAIMS = [
 
 @pytest.mark.parametrize(('means', 'relation', 'least', 'most'), CLAIMS)
 def test_a_claim_in_six_contexts_is_rarely_decided_wrongly(means, relation, least, most):
-    """A wrong verdict on a claim about six contexts occurs with a probability of at most 5 %.
+    """A claim about six contexts gets a wrong verdict with a probability of at most 5 %.
 
-    A claim expects `relation` of an arm in each context, such as a size of models. 300 claims are
-    simulated, with the true mean differences `means`. The share of an outcome must be at least that
-    in `least`, or at most that in `most`.
+    The claim expects `relation` of an arm in each context, with true mean differences `means`. 300
+    such claims are simulated. `least` and `most` have bounds for the shares of outcomes.
     """
     rng = np.random.default_rng(0)
     counts = collections.Counter()
     for _ in range(NUM_CLAIMS):
-        # The differences of 8 seeds in each context.
+        # Each context has the differences of 8 seeds.
         differences = [rng.normal(mean, SD, SEEDS) for mean in means]
 
-        # First, each row has the whole error rate.
+        # In the first round, each row has the whole error rate.
         rows = simulated_rows(differences, relation, num_comparisons=1)
         verdict = verdict_on(rows)
 
-        # If the rows disagree or leave the claim open, all six share the error rate.
+        # If the rows disagree or leave the claim open, all six rows share the error rate.
         strict_rows = simulated_rows(differences, relation, num_comparisons=len(means))
         if verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
             verdict = verdict_on(strict_rows)
@@ -347,6 +355,6 @@ def test_a_claim_in_six_contexts_is_rarely_decided_wrongly(means, relation, leas
 
     for outcome, share in least.items():
         assert counts[outcome] / NUM_CLAIMS >= share, counts
-    # The slack is three standard errors of a share that is estimated from 300 claims.
+    # `SLACK` is three standard errors of a share of 5 % of 300 claims.
     for outcome, share in most.items():
         assert counts[outcome] / NUM_CLAIMS <= share + SLACK, counts
