@@ -1,4 +1,4 @@
-"""Committed studies, as directories of claims hold them."""
+"""Copies of committed studies, in the layout of a directory of claims."""
 
 import shutil
 

@@ -40,7 +40,7 @@ def has_false_exact_row(rows):
 
 
 def interleaved_heads(x_BTD, square, num_heads):
-    """Gives head n every N-th column in place of D / N adjacent ones: a mistake."""
+    """A faulty square_attention: head n gets every N-th column instead of D / N adjacent ones."""
     d_model = x_BTD.shape[2]
     wrong_order = np.arange(d_model).reshape(-1, num_heads).T.ravel()
     mixed = {}
@@ -50,13 +50,16 @@ def interleaved_heads(x_BTD, square, num_heads):
 
 
 def scores_of_the_first_head(layer, x_BTD):
-    """Gives all heads the scores of head 0: a mistake."""
+    """A faulty softmax_input: all heads get the scores of head 0."""
     s_BNTS = np.einsum('BTD,NDE,BSE->BNTS', x_BTD, layer.score.matrix(), x_BTD)
     return s_BNTS[:, :1].repeat(layer.spec.num_heads, axis=1)
 
 
 class Mistake(NamedTuple):
-    """Replaces an attribute or an item of an object, which the checks must notice."""
+    """A deliberate error: `wrong` replaces the attribute or item `name` of `owner`.
+
+    The checks in `checks` must notice the error.
+    """
 
     checks: tuple
     owner: object
@@ -110,10 +113,10 @@ MISTAKES = {
 
 
 def test_every_check_is_known_to_fail():
-    """Each check of a claim is known to notice something false.
+    """Each check has been seen to fail.
 
-    Either the claim is committed with a false exact row, or a mistake breaks the check. `MISTAKES`
-    lists errors put into the code on purpose, each with the checks that fail after it.
+    Either a committed row of its claim is false, or a deliberate error in `MISTAKES` breaks the
+    check.
     """
     claims_with_a_false_row = set()
     for claim in read_claims(CLAIMS):
@@ -151,14 +154,14 @@ def untuned_study(committed):
 
 
 def with_interval(arm, low, high):
-    """The arm with these ends of the interval of its difference."""
+    """The arm, where the interval of the difference is replaced by `low` to `high`."""
     difference = dataclasses.replace(arm.difference, low=low, high=high)
     comparison = dataclasses.replace(arm.comparison, difference=difference)
     return dataclasses.replace(arm, comparison=comparison)
 
 
 def spoken_at_one_rate(study, arm, baseline, monkeypatch):
-    """What the measure says of an arm and its baseline."""
+    """What the measure `at_one_rate` says of an arm and its baseline: FOR, AGAINST or OPEN."""
     monkeypatch.setattr(measures, '_arms_with_baselines', lambda *_: [(arm, baseline)])
     rows = measures.at_one_rate(study, 'merged/vo')
     assert len(rows) == 1
@@ -188,20 +191,17 @@ def test_an_untuned_difference_speaks_by_its_interval(
 def test_an_untuned_difference_stays_open_without_a_sound_baseline(
     low, high, untuned_study, monkeypatch
 ):
-    """A difference says nothing of a claim if its baseline is unsound, whatever the interval.
-
-    With a sound baseline, an interval below zero speaks for the claim that the arm is better.
-    """
-    # The study's second arm stands for a sound baseline.
+    """With an unsound baseline, a claim stays open at every interval of the difference."""
+    # The study's second arm serves as a sound baseline.
     sound = untuned_study.arms[1]
     arm = with_interval(sound, low, high)
 
-    # A remark that blocks withholds the verdict on the baseline.
+    # A baseline is unsound if a remark blocks its verdict.
     remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
     withheld = dataclasses.replace(sound, remarks=(remark,))
     assert spoken_at_one_rate(untuned_study, arm, withheld, monkeypatch) == Speaks.OPEN
 
-    # One trial of the baseline has diverged.
+    # A baseline is also unsound if one of its trials has diverged.
     first_trial, *other_trials = sound.chosen
     diverged_trial = dataclasses.replace(first_trial, status='diverged')
     diverged = dataclasses.replace(sound, verdict_trials=(diverged_trial, *other_trials))

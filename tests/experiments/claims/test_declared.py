@@ -103,16 +103,13 @@ def test_an_expectation_as_reported_needs_the_reported_range():
 
 @pytest.mark.parametrize('scale', SCALES)
 def test_studies_have_the_arms_that_claims_expect(scale):
-    """The study that a claim names trains every variant about which the claim says something.
-
-    An expectation is a part of a claim: it names a study and one or two variants.
-    """
+    """Every variant in an expectation of a claim is trained by the study of the expectation."""
     for name, claim in declared.claims().items():
         configs = studies.studies_of([claim], scale)
         for expected in claim.expected_at(scale):
             study = configs[expected.study]
             for variant in expected.variants:
-                # In 'qk/no_o [d_ff]', the saved parameters are spent on the width d_ff.
+                # In 'qk/no_o [d_ff]', d_ff is the destination of the saved parameters.
                 bare_variant, _, rest = variant.partition(' [')
                 destination = rest.strip(']')
                 assert bare_variant in study.variants, (name, variant)
@@ -141,20 +138,20 @@ def test_studies_are_tuned_except_smoke_runs_and_untuned_ones(path, scale):
 
 
 def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monkeypatch, caplog):
-    """Each study of a claim gets a report, even if a study before it cannot be read.
+    """Each study of a claim gets a report, even if the report of an earlier study fails.
 
-    Claim E2 has the studies lm_added, which is damaged, and lm_untuned.
+    Claim E2 has the studies lm_added and lm_untuned.
     """
     reported_studies = []
 
     def write_report(path):
-        """Stands for the report of a study. That of lm_added fails."""
+        """Replaces write_report, and fails for lm_added."""
         if path.name == 'lm_added':
             raise ReportError('study.json is damaged')
         reported_studies.append(path.name)
 
     monkeypatch.setattr(studies, 'write_report', write_report)
-    # A study without results would get no report.
+    # Only studies with results get a report.
     for name in ('lm_added', 'lm_untuned'):
         (tmp_path / name).mkdir()
         (tmp_path / name / 'results.jsonl').write_text('{}')
@@ -167,7 +164,7 @@ def test_a_damaged_study_does_not_keep_others_from_their_reports(tmp_path, monke
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The names of trained studies; nothing is really trained."""
+    """Collects the names of studies that would be trained. Nothing is trained."""
     names = []
 
     def train_nothing(config, directory, *options):
@@ -179,7 +176,7 @@ def trained(monkeypatch):
 
 @pytest.fixture
 def with_yardsticks(monkeypatch):
-    """The names of studies whose yardsticks were recorded; none is really computed."""
+    """Collects the names of studies whose yardsticks would be recorded. None is computed."""
     names = []
 
     def record_nothing(directory):
@@ -196,11 +193,11 @@ def test_each_study_of_several_claims_is_trained_once(trained, with_yardsticks, 
     studies.train(configs, 'smoke', tmp_path, workers=1)
 
     assert trained == ['translation_cross', 'masked_lm', 'lm_sharing', 'lm_dropped']
-    assert with_yardsticks == []  # as the scale is smoke
+    assert with_yardsticks == []  # because the scale is smoke
 
 
 def test_yardsticks_of_untuned_studies_are_recorded_too(trained, with_yardsticks, tmp_path):
-    """Claim E2 reads the yardsticks of lm_untuned."""
+    """Claim E2 needs the yardsticks of lm_untuned, which is not tuned."""
     configs = studies.studies_of(declared.chosen(['E2']), 'cpu')
 
     studies.train(configs, 'cpu', tmp_path, workers=1)

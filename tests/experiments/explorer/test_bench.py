@@ -28,7 +28,7 @@ VARIANTS += ['/'.join(pair) for pair in FOLDER_VARIANTS]
 
 @functools.cache
 def benches_of_variants(dims, heads):
-    """The bench of each variant, and the variants that have none at these sizes."""
+    """Returns the bench of each variant, and the variants without a bench at these sizes."""
     benches = {}
     refused_variants = set()
     for variant in VARIANTS:
@@ -40,7 +40,7 @@ def benches_of_variants(dims, heads):
 
 
 def point_of(bench, arrays):
-    """The values of all symbols of a bench, where its parameters have these values."""
+    """The value of each symbol of a bench, if the bench's parameters have the values `arrays`."""
     ring, symbols = bench.symbols
     value_of = {}
     for symbols_of_parameter, array in zip(symbols, arrays, strict=True):
@@ -51,7 +51,7 @@ def point_of(bench, arrays):
 
 @pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
 def test_some_variants_have_no_bench(dims, heads):
-    """A bench writes the matrices of a variant with symbols, which a few variants do not allow."""
+    """A bench writes the matrices of a variant in symbols. A few variants are refused."""
     _, refused_variants = benches_of_variants(dims, heads)
 
     expected_refusals = {'nonlinear_query/vo'}  # has no matrices
@@ -63,12 +63,12 @@ def test_some_variants_have_no_bench(dims, heads):
 
 
 def numeric_matrices_of(benches, arrays):
-    """The matrices A and B of each variant in float64, as its attention layer computes them.
+    """The matrices A and B that the attention layer of each variant computes, in float64.
 
     `arrays` has the values of each variant's parameters.
     """
 
-    # All variants are compiled together.
+    # One call compiles all variants together.
     @jax.jit
     def matrices_of_layers(arrays):
         matrices = {}
@@ -83,10 +83,10 @@ def numeric_matrices_of(benches, arrays):
 
 @pytest.mark.parametrize(('dims', 'heads'), [(2, 2), (3, 1)])
 def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
-    """The matrices A and B of a variant, written with symbols, are those that its layer computes.
+    """At random parameters, symbolic matrices have the same values as the layer's numeric ones.
 
-    A gives the logits of a head, and B its output. Their entries are polynomials of the entries of
-    W_Q, W_K, W_V and W_O. For the same random parameters, both ways give the same numbers.
+    The matrix A gives the logits of a head, and B gives the output of a head. The symbolic entries
+    are polynomials in the entries of the parameters, such as W_Q and W_K.
     """
     benches, _ = benches_of_variants(dims, heads)
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
     numeric_matrices = numeric_matrices_of(benches, arrays)
 
     for variant, bench in benches.items():
-        # `point` has the value of each symbol. `bench.AB` has the two matrices of symbols.
+        # `point` has a value for each symbol. `bench.AB` is the pair of symbolic matrices.
         point = point_of(bench, arrays[variant])
         for symbolic, numeric in zip(bench.AB, numeric_matrices[variant], strict=True):
             evaluated = numbers(symbolic, point)
@@ -106,7 +106,7 @@ def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
 
 @pytest.fixture
 def x_122():
-    """The 2 x 2 matrix of the symbols x11, x12, x21 and x22, with an axis for one head."""
+    """The symbols x11, x12, x21 and x22 as a 2 x 2 matrix, with a leading axis for one head."""
     _, arrays = generators({'x': (1, 2, 2)})
     return arrays[0]
 
@@ -136,7 +136,7 @@ def test_an_unknown_operation_of_a_variant_is_named(monkeypatch):
 
 
 def test_symbols_are_reversed_selected_and_joined(x_122):
-    """`evaluate` applies a JAX function to symbols in place of numbers.
+    """`evaluate` applies a JAX function to symbols instead of numbers.
 
     `x_122` has one 2 x 2 matrix of symbols, with the rows (x11, x12) and (x21, x22).
     """
@@ -147,12 +147,12 @@ def test_symbols_are_reversed_selected_and_joined(x_122):
         both_matrices = jnp.concatenate([reversed_rows, diagonal_alone])
         return both_matrices[:, 0]
 
-    # A function may have several results. This one has one.
+    # `evaluate` returns a list of results. `first_rows` has one result.
     (rows_22,) = evaluate(first_rows, x_122)
 
     x11, _ = x_122[0, 0]
     x21, x22 = x_122[0, 1]
-    # Reversed, the last row comes first. Outside of the diagonal, 7 replaces x12.
+    # Reversing the rows puts (x21, x22) first. In the other matrix, 7 replaces x12.
     assert rows_22.tolist() == [[x21, x22], [x11, 7]]
 
 
@@ -202,27 +202,27 @@ def test_text_has_the_equations_of_a_variant():
 
 
 def test_latex_has_the_equations_of_a_variant():
-    """`worked` writes the equations of an attention layer as LaTeX, with symbols for its entries.
+    """`worked` writes the equations of an attention layer in LaTeX.
 
-    The layer has 2 heads, 2 tokens and 2 dimensions. So W_Q has 2 rows and 1 column in a head.
+    The layer has 2 tokens, 2 dimensions and 2 heads. Each head is 2 / 2 = 1 wide, so W_Q is 2 x 1.
     """
     text = worked(Bench('qk/vo', heads=2), latex=True)
 
-    # The equations of A, of scores, of B and of the output have a block each.
+    # There are four blocks of equations: A, the scores, B and the output.
     assert text.count(r'\begin{align*}') == 4
     assert text.count(r'\end{align*}') == 4
 
-    # A[n] = W_Q[n] W_K[n]^T. The first index is the head n, then row and column.
+    # A[n] = W_Q[n] W_K[n]^T. An index such as 2,21 means head 2, row 2, column 1.
     entry_of_A = r'  a_{2,21} &= q_{2,21} k_{2,11} \\'
     assert entry_of_A in text
     shape_of_W_Q = r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\'
     assert shape_of_W_Q in text
 
-    # A product of a column and a row has rank 1.
+    # W_Q[n] is a column and W_K[n]^T is a row, so A[n] has rank 1.
     end_of_matrix_A = r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}'
     assert end_of_matrix_A in text
 
-    # Probabilities are the softmax of scores. A head is 1 wide, so its scale of 1 is left out.
+    # Probabilities are the softmax of scale * s. A head is 1 wide, so the scale is 1 and omitted.
     softmax = r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})'
     assert softmax in text
 

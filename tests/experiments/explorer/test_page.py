@@ -29,7 +29,7 @@ FLAGS = (
     '--virtual-time-budget=60000',  # timers pass without waiting
     '--dump-dom',
 )
-# In the head, before the script of the page: collects errors and forbidden requests.
+# Collects errors and forbidden requests. It is put into <head>, before the script of the page.
 COLLECT_PROBLEMS = """
 const problems = [];
 addEventListener('error', (event) => problems.push(event.message));
@@ -52,10 +52,10 @@ def offered_variants(page_html):
 
 
 def pairs_to_drive(offered_variants):
-    """Every score beside the value vo, and every value beside a score that it fits."""
+    """(score, value) pairs: every score with the value vo, and every value with a fitting score."""
     pairs = [(score, 'vo') for score in offered_variants['score']]
     for value, offered in offered_variants['value'].items():
-        # Matrices B by score; the key '' holds one that fits every score.
+        # offered['B'] maps a score to the matrix B. The key '' means: for every score.
         fits_qk = '' in offered['B'] or 'qk' in offered['B']
         score = 'qk' if fits_qk else 'latent'
         pairs.append((score, value))
@@ -64,18 +64,18 @@ def pairs_to_drive(offered_variants):
 
 @pytest.fixture(scope='module')
 def results(chromium, page_html, offered_variants, tmp_path_factory):
-    """What the page shows in Chromium after each step of a user, by the name of the step.
+    """What the page shows in Chromium after each step of a simulated user.
 
-    The script drive_page.js takes the steps: it drags numbers, types, chooses variants and follows
-    links. For example, results['drag']['inputs'] has the numbers after the step `drag`.
+    The script drive_page.js takes the steps, such as dragging a number or following a link. For
+    example, results['drag']['inputs'] has the numbers on the page after the step `drag`.
     """
-    # The page gets two scripts: one that collects errors, and the one that takes the steps.
+    # Two scripts are added to the page: one collects errors, and one takes the steps.
     pairs = pairs_to_drive(offered_variants)
     script = f'const PAIRS = {json.dumps(pairs)};\n{DRIVE_PAGE}'
     driven_page = page_html.replace('</head>', f'<script>{COLLECT_PROBLEMS}</script></head>')
     driven_page = driven_page.replace('</body>', f'<script>{script}</script></body>')
 
-    # Chromium opens the page without a window, and prints its final HTML.
+    # Chromium opens the page without a window, and prints the final HTML.
     folder = tmp_path_factory.mktemp('explorer')
     file = folder / 'page.html'
     file.write_text(driven_page, encoding='utf-8')
@@ -89,17 +89,17 @@ def results(chromium, page_html, offered_variants, tmp_path_factory):
 
 
 def layer_of(bench: Bench, inputs: dict):
-    """The attention layer of a variant whose parameters are the numbers on the page.
+    """An attention layer with the numbers on the page as parameters.
 
     Args:
-        bench: A variant and its small sizes.
+        bench: The variant and the sizes of the layer.
         inputs: The numbers on the page. For example, inputs['W_Q:0,1,0'] is the entry of W_Q in
             head 0, row 1 and column 0.
     """
     arrays = []
     for parameter in bench.parameters:
         flat_array = np.empty(parameter.initial.size)
-        # positions[head, row, column] is the place of an entry in the flat array.
+        # positions[head, row, column] is the index of an entry in the flat array.
         positions = parameter.by_head
         if positions.ndim == 2:
             positions = positions[:, None]  # the page shows a vector as one row
@@ -111,13 +111,13 @@ def layer_of(bench: Bench, inputs: dict):
 
 
 def expected_on_page(inputs: dict, x_BTD: np.ndarray, variant: str, causal: bool) -> dict:
-    """The matrices that the page should show, by their names there, in float64.
+    """The matrices that the page should show, in float64, e.g. {'A0': A of head 0, ...}.
 
     Args:
         inputs: The numbers on the page.
-        x_BTD: The tokens, 2 x 2 with a leading axis for one row.
+        x_BTD: The vectors of the tokens, of shape [1, 2, 2].
         variant: The variant of attention.
-        causal: Whether a token does not see later tokens.
+        causal: Whether later tokens are hidden from a token.
     """
     with jax.enable_x64(True):
         layer = layer_of(Bench(variant, tokens=2, dims=2, heads=1), inputs)
@@ -126,7 +126,7 @@ def expected_on_page(inputs: dict, x_BTD: np.ndarray, variant: str, causal: bool
         A_NDE = np.asarray(A_NDE)
         B_NDE = np.asarray(B_NDE)
 
-    # Logits and probabilities are computed by plain code.
+    # `oracle` computes logits and probabilities in plain code.
     mask_BTS = np.ones((1, 2, 2), bool)
     if causal:
         mask_BTS = np.tril(mask_BTS)
@@ -146,16 +146,13 @@ def expected_on_page(inputs: dict, x_BTD: np.ndarray, variant: str, causal: bool
 
 
 def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
-    """Asserts that the results on the page are those of an attention layer.
-
-    The layer has the numbers on the page as its parameters. The page shows T = 2 tokens, D = 2
-    dimensions and one head.
+    """Asserts that the page shows the matrices that an attention layer computes.
 
     Args:
-        shown: What the page shows. shown['inputs'] has the numbers, and shown['results'] the
-            entries of the matrices that follow from them.
+        shown: What the page shows for 2 tokens, 2 dimensions and one head. shown['inputs'] has the
+            parameters and tokens, and shown['results'] has the entries of the matrices.
         variant: The variant of attention, such as 'qk/vo'.
-        causal: Whether a token does not see later tokens.
+        causal: Whether later tokens are hidden from a token.
     """
     inputs = shown['inputs']
     x_BTD = np.empty((1, 2, 2))
@@ -163,7 +160,7 @@ def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
         x_BTD[0, token, dim] = inputs[f'x:0,{token},{dim}']
 
     expected_matrices = expected_on_page(inputs, x_BTD, variant, causal)
-    # The page names an entry by its matrix, row and column, as in 'A0:0,1'.
+    # The page names an entry by matrix, row and column, e.g. 'A0:0,1'.
     expected = {}
     for name, matrix in expected_matrices.items():
         for (row, column), entry in np.ndenumerate(matrix):
@@ -172,7 +169,7 @@ def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
 
 
 def test_a_dragged_number_moves_by_a_hundredth_per_pixel(results):
-    """The step `drag` moves one number by 60 pixels."""
+    """The step `drag` moves one number by 60 pixels, so the number changes by 60 * 0.01 = 0.6."""
     before = results['start']['inputs']
     after = results['drag']['inputs']
 
@@ -188,21 +185,22 @@ def test_a_number_is_dragged_to_its_limit_at_most(results):
 
 
 def test_a_dragged_number_changes_the_results_that_depend_on_it(results):
-    """After the step `drag`, an entry in the first row of W_Q has another value.
+    """If the first row of W_Q changes, only the first rows of A, S, P and the output change.
 
-    The page has one head of qk/vo and two tokens, whose matrix x is the identity. So A = W_Q W_K^T
-    changes in its first row. So do the logits S ~ x A x^T, their softmax P, and the output P x B.
+    The page has one head of qk/vo, and the matrix x of the two tokens is the identity.
+    A = W_Q W_K^T, the logits S are proportional to x A x^T, P = softmax(S), and the output is
+    P x B.
     """
     assert_computed(results['drag'], 'qk/vo')
 
     before = results['start']['results']
     after = results['drag']['results']
     changed = {place for place in after if after[place] != before[place]}
-    # The symmetric and skew parts of A may change anywhere.
+    # The symmetric and skew parts of A are left out, because every entry may change.
     parts_of_A = ('A0symmetric', 'A0skew')
     changed_matrices = {place for place in changed if not place.startswith(parts_of_A)}
 
-    # A place is a matrix, a row and a column. All rows are 0.
+    # In 'A0:0,1', A0 is the matrix, 0 is the row, and 1 is the column.
     first_rows = {'A0:0,0', 'A0:0,1', 'S0:0,0', 'S0:0,1', 'P0:0,0', 'P0:0,1', 'out:0,0', 'out:0,1'}
     assert changed_matrices == first_rows
 
@@ -301,7 +299,7 @@ def test_the_page_is_as_narrow_as_a_phone(results):
 
 
 def test_the_page_requests_nothing(results, page_html):
-    """Its policy forbids requests, and nothing breaks it."""
+    """The page's Content-Security-Policy forbids requests, and the page attempts none."""
     assert results['problems'] == []
     assert "content=\"default-src 'none'; " in page_html
     assert not re.search(r'https?://|@import|url\(|eval\(|Function\(| src=', page_html)
