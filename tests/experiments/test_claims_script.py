@@ -17,7 +17,7 @@ TEXTS = {
     'source': 'One is one.',
     'rule': 'One is one.',
 }
-# What the study fair_small supports and refutes, and what needs an absent study.
+# fair_small supports the first expectation and refutes the second. The third needs another study.
 SUPPORTED = Expectation('fair_small', 'qk/k_is_v', 'not_better')
 REFUTED = Expectation('fair_small', 'qk/k_is_v', 'worse')
 UNTRAINED = Expectation('masked_lm', 'shared_qk/vo', 'worse')
@@ -44,7 +44,7 @@ CLAIMS_HERE = {
 
 @pytest.fixture
 def workdir(files, tmp_path, monkeypatch):
-    """A directory with the committed study fair_small; `CLAIMS_HERE` are all claims there are."""
+    """A directory with the committed study fair_small. Only the claims in `CLAIMS_HERE` exist."""
     study = shutil.copytree(RESULTS / 'fair_small', tmp_path / 'runs/fair_small')
     beat_yardsticks(study)
     (study / 'report.html').touch()
@@ -59,9 +59,10 @@ def export_directory(tmp_path):
 
 @pytest.fixture
 def exporting(printed, workdir, export_directory, monkeypatch):
-    """Decides `CLAIMS_HERE` and exports them; gives the printed text and the written pages.
+    """Decides and exports `CLAIMS_HERE`, with their studies.
 
-    The studies are exported with the claims. So is the study lm_scaling, which belongs to no claim.
+    Returns the printed text, and the directories of written pages. The study lm_scaling, a copy of
+    fair_small, belongs to no claim, but is also exported.
     """
     directories_of_pages = []
     monkeypatch.setattr(pages, 'write_page', directories_of_pages.append)
@@ -73,12 +74,12 @@ def exporting(printed, workdir, export_directory, monkeypatch):
 def test_claims_are_decided_and_exported_with_their_studies(exporting, export_directory):
     text, directories_of_pages = exporting
 
-    # The check of E7 is true on the left alone, for which the claim has the words 'one is left'.
+    # The check of E7 is true only for side='left', which E7 describes as 'one is left'.
     assert 'E7  holds' in text
     assert ' only if one is left\n' in text
     assert 'holds for' not in text
 
-    # The study fair_small supports E8. E9 also needs masked_lm, which is not there.
+    # The study fair_small supports E8. E9 also needs the study masked_lm, which is missing.
     assert 'E8  holds' in text
     assert 'E9  undecided' in text
     assert 'study masked_lm has no results' in text
@@ -89,9 +90,9 @@ def test_claims_are_decided_and_exported_with_their_studies(exporting, export_di
 
 
 def test_an_export_is_checked_by_deciding_it_again(exporting, export_directory):
-    """`check` decides the claims of an export again, and refuses what differs from the files."""
-    # The check of E7 gives two rows. E8 and E9 each have a difference at equal parameter count.
-    # Two further rows split it: removing parameters, and spending them elsewhere.
+    """`check` decides the exported claims again, and raises an error if the files differ."""
+    # The check of E7 gives two rows. E8 and E9 have three rows each: the difference at equal
+    # parameter count, and its two parts, removing parameters and spending them elsewhere.
     stored = read_claims(export_directory)
     assert [claim.name for claim in stored] == ['E7', 'E8', 'E9']
     assert [len(claim.rows) for claim in stored] == [2, 3, 3]
@@ -100,18 +101,18 @@ def test_an_export_is_checked_by_deciding_it_again(exporting, export_directory):
     num_rows = 2 + 3 + 3
     assert export.check(export_directory) == num_rows
 
-    # The stored verdict on E7 is changed.
+    # The stored verdict on E7 is changed to FAILS.
     failed = dataclasses.replace(stored[0], verdict=ClaimVerdict.FAILS)
     write(export_directory, CLAIMS, [failed, *stored[1:]])
     with pytest.raises(ReportError, match="verdict of E7 is 'fails', but its checks and .*"):
         export.check(export_directory)
 
-    # E9 is declared, but not stored.
+    # E9 is removed from the stored claims, but is still declared.
     write(export_directory, CLAIMS, stored[:2])
     with pytest.raises(ReportError, match='is declared: E9'):
         export.check(export_directory)
 
-    # An answer is stored that does not follow from the studies.
+    # A stored answer does not follow from the studies.
     write(export_directory, CLAIMS, stored)
     write(export_directory, ANSWERS, [Answer('drop W_Q', 'query_free/vo', -0.25)])
     with pytest.raises(ReportError, match='is declared: drop W_Q'):
@@ -130,7 +131,7 @@ def test_the_directory_of_a_study_is_refused_as_a_workdir(train, refusal, workdi
 
 @pytest.mark.parametrize('train', ['--train', '--notrain'])
 def test_studies_of_another_scale_are_refused(train, refusal, workdir):
-    """The study masked_lm has the sizes of fair_small."""
+    """The directory masked_lm is a copy of fair_small, so its sizes belong to another scale."""
     shutil.copytree(workdir / 'fair_small', workdir / 'masked_lm')
     files_before = sorted(workdir.rglob('*'))
 
@@ -155,20 +156,21 @@ def test_the_list_of_claims_has_their_titles(printed):
 
 
 def test_a_plan_has_a_line_for_each_study(printed):
-    """A dry run of a claim prints how many runs and trials each of its studies takes.
+    """A dry run of a claim prints the number of runs and of trials for each of its studies.
 
-    Claim B7 has the study lm_rank, which lm_rank_12 repeats. A run trains one or more trials.
+    Claim B7 has the study lm_rank, and lm_rank_12 repeats a part of this study. A run trains one or
+    more trials.
     """
     text = printed('claims', 'B7', '--scale=gpu', '--dry_run')
 
-    # The lines are a header, a rule, one for each study, and the total.
+    # The lines are a header, a rule, one line for each study, and the total.
     header, _, *rows = text.splitlines()
     assert header.startswith('study')
     names = []
     runs = []
     trials = []
     for row in rows:
-        # The first cells are a name, a number of runs and a number of trials.
+        # The first three cells are the name, the number of runs and the number of trials.
         cells = row.split()
         names.append(cells[0])
         runs.append(int(cells[1]))

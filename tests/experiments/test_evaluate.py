@@ -67,10 +67,10 @@ DOCUMENTS = [{'text': 'def f(x):\n    return x + 1  # one more'}, SHORT_DOCUMENT
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """The directory tasks/ with four tasks of lm-evaluation-harness: a file each, and their data.
+    """The directory tasks/ with four tasks of lm-evaluation-harness and their data.
 
-    The tasks are own_choices, own_texts, own_last_words and own_copies. The data of own_copies,
-    copies.json, are not there yet.
+    The tasks are own_choices, own_texts, own_last_words and own_copies. Only the data of
+    own_copies, copies.json, are missing. `write_copies` adds this file.
     """
     datasets = pytest.importorskip('datasets', reason="pip install -e '.[datasets]'")
     monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
@@ -80,7 +80,7 @@ def tasks(tmp_path, monkeypatch):
     (directory / 'texts.json').write_text(json.dumps(DOCUMENTS))
     (directory / 'short.json').write_text(json.dumps([SHORT_DOCUMENT]))
 
-    # Each of these texts is a task in YAML, which says where its data lie.
+    # Each text defines a task in YAML, with the path of its data.
     for number, task in enumerate((CHOICES, TEXTS, LAST_WORDS, COPIES)):
         task_with_path = task.replace('DIRECTORY', str(directory))
         (directory / f'task{number}.yaml').write_text(task_with_path)
@@ -89,15 +89,16 @@ def tasks(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(small_run, tmp_path):
-    """The path of a finished run, which is also run/ in the working directory."""
+    """The path of a finished run. The working directory has a link to the run: run/."""
     (tmp_path / 'run').symlink_to(small_run.path)
     return small_run.path
 
 
 class OneTokenAtATime:
-    """Plain code for what the harness computes: log-likelihoods and greedy text of a run's model.
+    """Computes log-likelihoods and greedy text with a run's model, in plain code without a cache.
 
-    Each token is predicted by one call of the whole model on the tokens before it that fit.
+    To predict a token, the whole model is called on as many previous tokens as fit into its
+    context.
     """
 
     def __init__(self, run):
@@ -106,7 +107,7 @@ class OneTokenAtATime:
         self.forward = jax.jit(lambda tokens_BT: model(tokens_BT))
 
     def next_log_p(self, tokens):
-        """Log-probabilities [V] of the token after `tokens`."""
+        """Log-probabilities [V] of the token that follows `tokens`."""
         seen = tokens[-self.context :]
         padding = [0] * (self.context - len(seen))
         tokens_BT = np.array([seen + padding])
@@ -116,7 +117,7 @@ class OneTokenAtATime:
         return logits_V - np.logaddexp.reduce(logits_V)
 
     def log_likelihood(self, context, text):
-        """log p(text | context) in nats; an empty context stands for the separator, byte 0."""
+        """log p(text | context) in nats. An empty context means: after the separator, byte 0."""
         tokens = list(context.encode() or b'\0')
         nats = 0.0
         for byte in text.encode():
@@ -125,7 +126,7 @@ class OneTokenAtATime:
         return nats
 
     def continuation(self, prompt, num_tokens):
-        """The greedy continuation, up to a separator or the end of a line."""
+        """The greedy continuation of at most `num_tokens`, cut at a separator or line feed."""
         tokens = list(prompt.encode())
         for _ in range(num_tokens):
             next_token = self.next_log_p(tokens).argmax()
@@ -155,9 +156,9 @@ def perplexity_of_last_words(plain):
 
 
 def write_copies(file, plain):
-    """Writes the data of the task own_copies: two prompts with the text that a model should write.
+    """Writes the data of the task own_copies: two prompts with the expected continuations.
 
-    The first text is what the model does write, so half of them are matched.
+    The model writes the first continuation, but not the second one. So half of them match.
     """
     continuation = plain.continuation('def f(', num_tokens=4)
     copies = [
@@ -168,10 +169,9 @@ def write_copies(file, plain):
 
 
 def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_path):
-    """`evaluate` runs tasks of lm-evaluation-harness, with the results that plain code computes.
+    """`evaluate` runs tasks of lm-evaluation-harness, with the same results as plain code.
 
-    The tasks lie in files of the directory tasks/. The plain code predicts one token at a time. It
-    gives log p(text | context) and the most likely continuation of a prompt.
+    The tasks are files in the directory tasks/. The plain code predicts one token at a time.
     """
     pytest.importorskip('lm_eval', reason=REASON)
     plain = OneTokenAtATime(run)
@@ -190,7 +190,7 @@ def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_
     assert evaluation['qkattn']['tokenizer'] == 'bytes'
     assert evaluation['qkattn']['step'] == 12
 
-    # The harness names a result by its metric and a filter, which is `none` here.
+    # The harness names a result 'METRIC,FILTER'. The filter is `none` here.
     results = evaluation['results']
     accuracy = accuracy_on_questions(plain)
     assert results['own_choices']['acc,none'] == pytest.approx(accuracy)
@@ -198,22 +198,22 @@ def test_tasks_in_files_have_the_results_of_plain_code(printed, tasks, run, tmp_
     perplexity = perplexity_of_last_words(plain)
     assert results['own_last_words']['perplexity,none'] == pytest.approx(perplexity, rel=1e-4)
 
-    # A log-likelihood is in nats. A nat is 1 / ln 2 bits.
+    # bits = nats / ln 2
     short_text = SHORT_DOCUMENT['text']
     bits = -plain.log_likelihood(context='', text=short_text) / math.log(2)
     bits_per_byte = bits / len(short_text.encode())
     assert results['own_texts']['bits_per_byte,none'] == pytest.approx(bits_per_byte, rel=1e-4)
 
-    # One of two copies is what the model writes.
+    # The model writes the expected continuation of one of the two prompts.
     assert results['own_copies']['exact_match,none'] == 0.5
 
 
 def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run):
-    """A task without its data, or with a text that has no tokens, ends in one sentence."""
+    """A task without data ends in one sentence, and so does a task whose text has no tokens."""
     pytest.importorskip('lm_eval', reason=REASON)
-    # The task own_choices has lost its data.
+    # The data of the task own_choices are removed.
     (tasks / 'choices.json').unlink()
-    # The task own_texts has a text with byte 0, which separates documents.
+    # The task own_texts gets a text with byte 0, which is reserved for separating documents.
     text_with_separator = {'text': 'a\0b and more'}
     (tasks / 'short.json').write_text(json.dumps([text_with_separator]))
 
@@ -231,7 +231,7 @@ def test_a_task_that_cannot_be_evaluated_is_one_sentence(script_here, tasks, run
 
 @pytest.mark.slow
 def test_an_unknown_task_is_named_with_the_nearest_one(script_here, tasks, run):
-    """Slow, since it reads the names of all tasks of the harness."""
+    """This test is slow, because the harness reads the names of all its tasks."""
     pytest.importorskip('lm_eval', reason=REASON)
     done = script_here('evaluate', 'run', '--task_dir=tasks', '--tasks=own_choice')
     assert done.returncode == 2

@@ -29,7 +29,10 @@ def documents(seed, number):
 
 @pytest.fixture
 def shards(tmp_path):
-    """A directory like dev/data/fineweb10B of llm.c; train documents may cross shards."""
+    """A directory like dev/data/fineweb10B of llm.c, with 3 train shards and a validation shard.
+
+    A train document may begin in one shard and end in the next one.
+    """
     path = tmp_path / 'fineweb10B'
     train_shards = np.array_split(documents(seed=0, number=300), 3)
     for index, ids in enumerate(train_shards, start=1):
@@ -40,9 +43,9 @@ def shards(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
-    """The recipe of GPT-2 124M trains on files of tokens (shards) in the format of llm.c.
+    """The recipe of GPT-2 124M trains on shards, which are token files in the format of llm.c.
 
-    At the scale `smoke`, it trains one tiny model for ten steps.
+    The scale `smoke` trains one tiny model for ten steps.
     """
     flags = (f'--config.data.path={shards}', f'--config.data.data_dir={tmp_path}/cache')
     printed('train', '--config=gpt2_124m:smoke', *flags, '--workdir=run')
@@ -53,7 +56,8 @@ def test_the_recipe_trains_from_shards(printed, tmp_path, shards):
     assert result['status'] == 'finished'
     assert result['num_steps'] == 10
 
-    # Token IDs are drawn uniformly, and after ten steps a model predicts nearly uniformly.
+    # Token IDs are random, and after ten steps the model still predicts nearly uniformly. So the
+    # loss is about ln(VOCAB_SIZE).
     assert result['val_loss'] == pytest.approx(np.log(VOCAB_SIZE), abs=0.1)
     assert result['data']['fingerprints'].keys() == {'train', 'validation'}
 
@@ -72,10 +76,10 @@ def test_the_study_carves_a_test_split_from_the_train_shards(tmp_path, shards):
 
 @pytest.mark.slow
 def test_the_study_trains_from_shards(printed, tmp_path, shards):
-    """The study of GPT-2 124M trains all its variants on files of tokens (shards) of llm.c.
+    """The study of GPT-2 124M trains all its variants on shards (token files) of llm.c.
 
-    The files are of a train and a validation split. A test split is carved out of train. At the
-    scale `smoke`, tiny models are trained for ten steps.
+    There are no test shards, so a test split is carved out of the train shards. The scale `smoke`
+    trains tiny models for ten steps.
     """
     data = (f'--config.base.data.path={shards}', f'--config.base.data.data_dir={tmp_path}/cache')
     printed('ablate', '--config=ablation_124m:smoke', *data, '--workdir=study')
@@ -89,7 +93,8 @@ def test_the_study_trains_from_shards(printed, tmp_path, shards):
         assert result['status'] == 'finished'
         assert result['num_steps'] == 10
         assert result['data']['carved'].keys() == {'test'}
-        # Token IDs are drawn uniformly, and after ten steps a model predicts nearly uniformly.
+        # Token IDs are random, and after ten steps a model still predicts nearly uniformly. So the
+        # loss is about ln(VOCAB_SIZE).
         assert abs(result['test_loss'] - np.log(VOCAB_SIZE)) < 0.1
 
 
@@ -102,21 +107,21 @@ def test_an_unknown_scale_is_refused(refusal, script, config):
 
 
 def test_the_arms_of_the_study_have_the_parameter_count_of_gpt2(printed):
-    """Every arm of the study has the parameter count of GPT-2 124M, to a hundredth of a percent.
+    """Every arm of the study has the parameter count of the baseline, up to 0.01 %.
 
-    An arm is a variant of attention in a model that is widened or narrowed to this count. A dry run
-    prints a table of the arms.
+    An arm is a model with a variant of attention. A dry run prints a table of the arms.
     """
     text = printed(*STUDY, '--dry_run')
 
-    # The first table ends with a row for each of 7 arms.
+    # The last 7 lines of the first table are the arms.
     num_arms = 7
     table = text.split('\n\n')[0].splitlines()
     rows = [line.split() for line in table[-num_arms:]]
     variants = [row[0] for row in rows]
     assert variants[:2] == ['qk/vo', 'query_free/vo']
 
-    # Cell 10 is the parameter count. It has 36,096 more than GPT-2, whose vocabulary is padded.
+    # Cell 10 is the parameter count. GPT-2 has (50304 - 50257) * 768 = 36,096 parameters fewer,
+    # because here the vocabulary is padded from 50257 to 50304.
     baseline_parameters = rows[0][10]
     assert baseline_parameters == '124,475,904'
 

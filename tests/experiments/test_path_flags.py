@@ -1,4 +1,4 @@
-"""Paths of flags and settings: all by one parser, which expands ~."""
+"""Paths in flags and settings: a single parser reads all of them, and expands ~."""
 
 import ast
 import os
@@ -41,15 +41,15 @@ NOT_PATHS = {
     'why',
     'workers',
 }
-# Settings whose bounds say `path` although they are names, from which paths are made.
+# Settings with names from which paths are made. Their bounds say `path`.
 NAMES = {'name', 'languages', 'task', 'corpora', 'repeats'}
 
 
 def flags_of(script: Path) -> dict[str, str]:
-    """The flags that a script defines and the functions that define them.
+    """Maps each flag that a script defines to the function that defines the flag.
 
-    A script with flags.DEFINE_bool('list', ...) and cli.define_path('out', ...) gives
-    {'list': 'DEFINE_bool', 'out': 'define_path'}. The script is parsed, but does not run.
+    For example, flags.DEFINE_bool('list', ...) and cli.define_path('out', ...) give
+    {'list': 'DEFINE_bool', 'out': 'define_path'}. The script is parsed, but not run.
     """
     functions = {}
     syntax_tree = ast.parse(script.read_text())
@@ -58,7 +58,7 @@ def flags_of(script: Path) -> dict[str, str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             function = node.func.attr
             if function.startswith(('DEFINE_', 'define_path')):
-                flag = node.args[0].value  # the first argument
+                flag = node.args[0].value  # the first argument is the flag's name
                 functions[flag] = function
     return functions
 
@@ -87,7 +87,7 @@ def test_every_flag_of_text_is_a_path_or_known_to_be_none():
 
 @pytest.mark.parametrize(('script', 'flag'), PATH_FLAGS)
 def test_a_tilde_is_expanded_in_every_path_flag(refusal, script, flag):
-    """A user that does not exist has no home directory, so expanding ~ fails."""
+    """The user 'not a user' does not exist, so the error shows that ~ is expanded."""
     sentence = refusal(script, f'--{flag}=~not a user/a')
     assert 'names no home directory' in sentence
 
@@ -134,7 +134,10 @@ def test_a_text_file_is_a_regular_file(tmp_path, monkeypatch, file):
 
 
 def test_text_may_come_from_a_pipe_that_the_shell_opened():
-    """As in --file=<(command). A byte order mark and carriage returns are dropped."""
+    """For --file=<(command), the shell opens a pipe.
+
+    The byte order mark and the carriage return are dropped.
+    """
     read_descriptor, write_descriptor = os.pipe()
     with os.fdopen(read_descriptor):
         with os.fdopen(write_descriptor, 'wb') as file:
@@ -155,7 +158,7 @@ def read_evaluation_corpus(path):
     text(entry.data)
 
 
-# For each path setting, a function that reads the path; its error names a path that is absent.
+# For each path setting, a function that reads the path. If the path is absent, its error names it.
 READERS = {
     'data.data_dir': lambda path: raise_path(data_root(path)),
     'data.evaluate': read_evaluation_corpus,

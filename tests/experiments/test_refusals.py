@@ -10,7 +10,7 @@ ABLATE = ('ablate', '--config=study.py')
 POD = (*TRAIN, '--dry_run=v5e-1x1')
 TUNED = ('--config.tuning.seeds=(10,)', '--config.base.trials.learning_rates=(1e-3,2e-3,4e-3)')
 PLAN = (*ABLATE, '--dry_run', *TUNED)
-# The words of a command, and a part of the sentence that refuses it.
+# The words of a command, and a part of the sentence that refuses the command.
 CASES = [
     # Commands, files, directories and configs.
     (('trian',), "unknown command 'trian'; known: ablate, analyze, "),
@@ -55,11 +55,11 @@ CASES = [
     ((*TRAIN, '--workdri=w'), 'workdri'),
     ((*ABLATE, '--config.model.d_model=3'), '--config.base.model.d_model?'),
     ((*ABLATE, '--config.xyzzy=3'), 'unknown field --config.xyzzy (--help'),
-    # Dry runs of pods; reading /dev/full has no end.
+    # Dry runs of pods. Reading /dev/full never ends.
     ((*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=/dev/full'), '=/dev/full must be a CSV file'),
     ((*TRAIN, '--dry_run=v5e-1x1', '--dry_run_log=run.py'), '=run.py must have the columns run,'),
     ((*TRAIN, '--dry_run=v5e-1x1', "--config.train.metrics=('top_5',)"), 'must be an import path'),
-    # Dry runs, of what a start refuses as well.
+    # Dry runs with settings that the start of training also refuses.
     ((*POD, '--config.data.name=hf:json'), 'names a loader'),
     ((*POD, '--config.train.init_from=absent'), 'absent holds neither exported parameters'),
     ((*PLAN, '--workdir=/proc/x'), '/proc/x cannot be used'),
@@ -136,7 +136,7 @@ CASES = [
 
 @pytest.fixture(scope='session')
 def sources(small_run, tmp_path_factory):
-    """Paths of models by name: a run of a decoder, and exported parameters of two kinds."""
+    """Paths of models by name: a run of a decoder, and exported parameters of two models."""
     sizes = {'d_model': 16, 'num_layers': 1, 'num_heads': 2, 'context': 8}
     pair = tmp_path_factory.mktemp('sources') / 'pair'
     save_model(pair, ModelConfig(kind='encoder_decoder', **sizes))
@@ -155,29 +155,29 @@ def names_a_model(command):
     ('command', 'message'), CASES, ids=[' '.join(command)[-60:] for command, _ in CASES]
 )
 def test_bad_input_is_one_sentence(command, message, refusal, request, tmp_path, capsys):
-    """A command with a wrong flag ends in one line that says what is wrong, and writes no file.
+    """A command with wrong input prints one line that says what is wrong, and writes no file.
 
     `command` has the words of a command, such as ('train', '--config=small').
     """
     # Some commands read a model: run/, pair/ or decoder/ in the working directory.
-    # The fixture `sources` trains one, so it is asked for only where it is needed.
+    # The fixture `sources` trains a model, so only these commands request it.
     if names_a_model(command):
         sources = request.getfixturevalue('sources')
         for name, path in sources.items():
             (tmp_path / name).symlink_to(path)
-        capsys.readouterr()  # drop what training printed
+        capsys.readouterr()  # discards the output of the training
     names_before = {path.name for path in tmp_path.iterdir()}
 
-    # `refusal` also checks the exit code, and that the message is one line.
+    # `refusal` also checks the exit code and the number of lines.
     assert message in refusal(*command)
 
-    # Importing a config may cache its bytecode.
+    # Importing a config may write its bytecode to __pycache__.
     names_after = {path.name for path in tmp_path.iterdir()}
     assert names_after - names_before <= {'__pycache__'}
 
 
 def last_line_of_failure(script_here, command):
-    """The last line of errors of a command that must fail with exit code 2."""
+    """The last line that a command prints on standard error. The command must fail with code 2."""
     done = script_here(*command)
     assert done.returncode == 2, done.stderr
     return done.stderr.splitlines()[-1]
@@ -203,13 +203,12 @@ def last_line_of_failure(script_here, command):
     ],
 )
 def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, settings, message):
-    """A dry run refuses settings with the same sentence as the command that starts training.
+    """A dry run refuses wrong settings with the same sentence as the command that trains.
 
-    `dry_run` has the words of a dry run: `POD` of a training run on a TPU, or `PLAN` of a study.
-    `settings` has a wrong setting.
+    `dry_run` has the words of a dry run, either of a training run (`POD`) or of a study (`PLAN`).
     """
     flags = [f'--{setting}' for setting in settings]
-    # The command that starts training has no --dry_run, but a directory.
+    # The command that trains has --workdir instead of --dry_run.
     words_without_dry_run = [word for word in dry_run if not word.startswith('--dry_run')]
     start = [*words_without_dry_run, '--workdir=w']
 
@@ -218,7 +217,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, 
 
     assert message in sentence_of_dry_run
     assert sentence_of_start == sentence_of_dry_run
-    # Nothing was started.
+    # Training has not started, so its directory was not made.
     assert not (tmp_path / 'w').exists()
 
 
@@ -255,9 +254,10 @@ def test_a_class_that_an_own_module_lacks_is_named(refusal, tmp_path):
 def test_a_config_file_that_returns_something_else_is_refused(
     refusal, tmp_path, returned, kind, overrides
 ):
-    """A config file defines get_config(), which has to return a Config or a Study.
+    """A config file is refused if its get_config() does not return a Config or a Study.
 
-    `returned` is what it returns in place of them. A flag that overrides a setting changes nothing.
+    `returned` is the expression that get_config() returns instead. The message is the same if a
+    flag overrides a setting.
     """
     source = f'from qkattn.config import Config\n\ndef get_config():\n    return {returned}\n'
     (tmp_path / 'own.py').write_text(source)
@@ -277,7 +277,10 @@ def test_a_config_file_that_returns_something_else_is_refused(
     ],
 )
 def test_a_config_file_may_return_the_dataclass(refusal, tmp_path, script, kind, field):
-    """A refused override shows that flags override its fields, as those of a ConfigDict."""
+    """get_config() may return a Config or Study itself, instead of a ConfigDict.
+
+    The refused value 0 shows that a flag can override a field of the dataclass.
+    """
     source = f'from qkattn.config import {kind}\n\ndef get_config():\n    return {kind}()\n'
     (tmp_path / 'own.py').write_text(source)
 

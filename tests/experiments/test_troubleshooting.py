@@ -1,4 +1,4 @@
-"""The sentences that docs/troubleshooting.md quotes are those that the code prints."""
+"""The code prints the sentences that docs/troubleshooting.md quotes."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ def one_line(text: str) -> str:
 BLOCKS = re.findall(r'```text\n(.*?)```', PAGE, re.DOTALL)
 REASONS = re.findall(r'^\| `(.*?)` \|', PAGE, re.MULTILINE)
 QUOTES = [one_line(quote) for quote in (*BLOCKS, *REASONS)]
-# A quote counts as ours if it contains at least this many constant characters of a message.
+# A quote comes from our code if it contains a constant part of a message of at least this length.
 MIN_CONSTANT_LENGTH = 15
 # Quotes of the progress display and of XLA, which are not constants in our code.
 QUOTES_FROM_ELSEWHERE = (
@@ -43,7 +43,7 @@ def test_a_refusal_is_quoted_as_it_is_printed(command, refusal):
 
 
 def message_parts() -> Iterator[str]:
-    """Yields the constant parts of all texts in the code, split where values are inserted.
+    """Yields the parts of all texts in the code between the inserted values.
 
     For example, the f-string f'unknown {name}, known: {names}' has the parts 'unknown ' and
     ', known: '.
@@ -54,15 +54,15 @@ def message_parts() -> Iterator[str]:
             for node in ast.walk(syntax_tree):
                 # A constant is a plain string, or a part of an f-string.
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    # Messages of the log have values at %s.
+                    # Log messages insert values at %s.
                     yield from node.value.split('%s')
 
-    # Templates of reports have values in {{ }}, and statements in {% %}.
+    # Templates of reports insert values at {{ }}, and have statements in {% %}.
     template_tag = r'{{.*?}}|{%.*?%}'
     for path in (ROOT / 'qkattn/report/templates').glob('*.j2'):
         yield from re.split(template_tag, path.read_text())
 
-    # Shell scripts have values in $variables, within quotes and continued lines.
+    # Shell scripts insert values at $variables. Quotes and continued lines also split a text.
     shell_variable_or_quote = r'\$\{?\w+\}?|[\'"]|\\\n'
     for path in (ROOT / 'launch').glob('*.sh'):
         yield from re.split(shell_variable_or_quote, path.read_text())

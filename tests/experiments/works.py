@@ -1,4 +1,4 @@
-"""Pieces of work that benchmarks time: one that writes, one that raises and one that exits."""
+"""Three works for the race of a benchmark: one writes, one raises an error, and one exits."""
 
 import os
 
@@ -6,7 +6,10 @@ from experiments.benchmark.race import Work
 
 
 def writes_letter(file: str, letter: str, steps: float = 1) -> Work:
-    """Appends a letter to a file at each call, which shows the order of calls."""
+    """A work that appends a letter to a file at each call, so the file shows the order of calls.
+
+    `here` is the process in which the work was built.
+    """
 
     def run(calls: int) -> None:
         with open(file, 'a') as stream:
@@ -20,9 +23,10 @@ def raises_value_error() -> Work:
 
 
 def exits_in_second_round() -> Work:
-    """A work that ends its process with exit code 3 at the fourth call, which is round 2.
+    """A work that ends its process with exit code 3 at the fourth call.
 
-    A race makes the first call to warm up, and the second one to plan. The third one is round 1.
+    A race makes two calls when it builds a work, and one call in each round. So the fourth call is
+    in round 2.
     """
     num_calls = 0
 
