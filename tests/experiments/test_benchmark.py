@@ -49,7 +49,7 @@ def test_rows_take_turns_and_those_that_fail_are_left_out(tmp_path, caplog):
     # Building a row calls its work twice. Each of the 3 rounds then calls a and b once.
     assert file.read_text() == 'aa' + 'bb' + 'ab' + 'ab' + 'ab'
 
-    # a and b have the same work, so both run in the same process, and not in the test's.
+    # a and b have the same work, so both run in one process. It is not the test's process.
     process = a.extra['here']
     assert process != os.getpid()
     assert a.extra == {'here': process, 'tokens': 10}
@@ -174,7 +174,7 @@ def as_jax_gpt(params):
     """Converts qkattn's parameters or gradients to the structure of `jax_gpt`.
 
     `jax_gpt` is the same model in plain JAX. qkattn stacks the arrays of all layers along a first
-    axis, but `jax_gpt` has a list of dictionaries, one for each layer.
+    axis. `jax_gpt` has a dictionary of arrays for each layer.
     """
     blocks = params['blocks']
     score = blocks['attention']['score']
@@ -305,7 +305,7 @@ def test_a_stack_counts_the_steps_of_every_trial():
 def test_the_cache_is_as_large_as_the_cost_predicts():
     """The cache of keys and values takes the memory that `cost` predicts per token.
 
-    `greedy` builds a benchmark that continues prompts. Its cache has room for the full context.
+    `greedy` continues `num_rows` prompts. The cache has room for the full context of each row.
     """
     num_rows = 2
     num_tokens = 3

@@ -156,7 +156,7 @@ def test_the_list_of_claims_has_their_titles(printed):
 
 
 def test_a_plan_has_a_line_for_each_study(printed):
-    """A dry run of a claim prints the number of runs and of trials for each of its studies.
+    """A dry run of a claim prints the numbers of runs and trials of each study.
 
     Claim B7 has the study lm_rank, and lm_rank_12 repeats a part of this study. A run trains one or
     more trials.

@@ -97,8 +97,7 @@ def run(small_run, tmp_path):
 class OneTokenAtATime:
     """Computes log-likelihoods and greedy text with a run's model, in plain code without a cache.
 
-    To predict a token, the whole model is called on as many previous tokens as fit into its
-    context.
+    To predict a token, the whole model is called on the last tokens that fit into its context.
     """
 
     def __init__(self, run):

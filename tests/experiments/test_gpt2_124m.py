@@ -120,8 +120,8 @@ def test_the_arms_of_the_study_have_the_parameter_count_of_gpt2(printed):
     variants = [row[0] for row in rows]
     assert variants[:2] == ['qk/vo', 'query_free/vo']
 
-    # Cell 10 is the parameter count. GPT-2 has (50304 - 50257) * 768 = 36,096 parameters fewer,
-    # because here the vocabulary is padded from 50257 to 50304.
+    # Cell 10 is the parameter count. Here the vocabulary of GPT-2 is padded from 50257 to 50304,
+    # which adds (50304 - 50257) * 768 = 36,096 parameters.
     baseline_parameters = rows[0][10]
     assert baseline_parameters == '124,475,904'
 

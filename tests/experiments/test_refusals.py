@@ -205,7 +205,7 @@ def last_line_of_failure(script_here, command):
 def test_a_dry_run_refuses_what_a_start_refuses(script_here, tmp_path, dry_run, settings, message):
     """A dry run refuses wrong settings with the same sentence as the command that trains.
 
-    `dry_run` has the words of a dry run, either of a training run (`POD`) or of a study (`PLAN`).
+    `POD` is the dry run of a training run on a TPU, and `PLAN` is the dry run of a study.
     """
     flags = [f'--{setting}' for setting in settings]
     # The command that trains has --workdir instead of --dry_run.

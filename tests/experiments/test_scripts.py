@@ -395,9 +395,10 @@ def test_the_arms_of_a_study_are_described_on_a_pod(printed):
 
 @pytest.mark.slow
 def test_a_config_is_described_on_a_pod_that_is_not_there(printed, tmp_path):
-    """A dry run for v5e-2x4, a pod of 2 x 4 TPU chips, prints how much memory a run needs.
+    """A dry run for a pod of TPUs prints how much memory a run needs, without any TPU.
 
-    No TPU is needed, because fake CPU devices stand for the chips. The config `small` has 3 trials.
+    v5e-2x4 is a pod of 2 x 4 TPU chips, here replaced by fake CPU devices. The config `small` has 3
+    trials.
     """
     smaller = ('--config.model.num_layers=1', '--config.train.lifting=map')
     pod = ('--dry_run=v5e-2x4', '--config.mesh.data=8')
@@ -435,7 +436,7 @@ def test_a_run_writes_a_document_by_default(script_here, generate):
     assert done.stderr.splitlines()[-1] == (
         'run: qk/vo, step 12, trial 0 of 2 (seed=0 learning_rate=0.01 weight_decay=0.0005)'
     )
-    # The context of 16 holds the separator and all tokens but the last.
+    # The context of 16 holds the separator and 15 tokens, from which a 16th token is predicted.
     assert done.stdout == generate('--temperature=0.8', num_tokens=16)
     assert done.stdout.strip()
 
@@ -879,7 +880,7 @@ def test_an_ablation_trains_what_is_missing(script_here, tmp_path, monkeypatch):
     assert 'orbax' not in first.stderr
     assert 'Traceback' not in first.stderr
 
-    # No file has a mode other than the umask gives.
+    # All files have the mode that follows from the umask.
     out = tmp_path / 'out'
     assert not other_modes(out, group_may_write)
 
@@ -957,7 +958,9 @@ def assert_reported(study, printed, variant):
         assert len(line) <= 100
 
 
-TOTAL = r'\ntotal +2 +6 +1.54e\+04 +\S+'  # 2 runs, 6 trials, and 3 * 2 * 40 * 4 * 16 tokens
+# The columns are 2 runs, 6 trials, and tokens:
+# 2 variants * 3 seeds * 40 steps * 4 rows * 16 tokens = 15,360 = 1.54e+04
+TOTAL = r'\ntotal +2 +6 +1.54e\+04 +\S+'
 
 
 def assert_only_configs(directory):
@@ -1136,7 +1139,8 @@ def test_a_line_ends_at_a_line_feed_alone(
 ):
     """Line i of the output is the translation of line i of the file.
 
-    Only '\\n' and '\\r\\n' end a line of the file. Other separators stay within their line.
+    A line of the file ends only at a line feed, or at a carriage return with a line feed. Other
+    separators stay within their line.
     """
     translated_lines = []
 

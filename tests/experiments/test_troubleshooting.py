@@ -18,7 +18,8 @@ def one_line(text: str) -> str:
 BLOCKS = re.findall(r'```text\n(.*?)```', PAGE, re.DOTALL)
 REASONS = re.findall(r'^\| `(.*?)` \|', PAGE, re.MULTILINE)
 QUOTES = [one_line(quote) for quote in (*BLOCKS, *REASONS)]
-# A quote comes from our code if it contains a constant part of a message of at least this length.
+# A quote comes from our code if it contains a constant part of a message. Shorter parts than this
+# do not count.
 MIN_CONSTANT_LENGTH = 15
 # Quotes of the progress display and of XLA, which are not constants in our code.
 QUOTES_FROM_ELSEWHERE = (

@@ -6,7 +6,7 @@ from experiments.benchmark.race import Work
 
 
 def writes_letter(file: str, letter: str, steps: float = 1) -> Work:
-    """A work that appends a letter to a file at each call, so the file shows the order of calls.
+    """A work that appends a letter to a file at each call. The file shows the order of calls.
 
     `here` is the process in which the work was built.
     """

@@ -171,8 +171,8 @@ def lm_dropped():
 def test_fractions_of_training_share_the_error_rate(lm_dropped, monkeypatch):
     """All tests of `measures.early` share one error rate.
 
-    The study lm_dropped has evaluations at 3 steps before the last one. At each of them, a test
-    asks whether an arm's difference in loss changes by more than the margin until the end.
+    The study lm_dropped has evaluations at 3 steps before the last one. A test asks whether an
+    arm's difference in loss changes by more than the margin after such a step.
     """
     planned_comparisons = []  # how many comparisons share the error rate, in each call
     judge = decision.judge
@@ -226,10 +226,9 @@ def test_seeds_do_not_make_up_for_a_coarse_sweep(no_o):
 
 @pytest.mark.parametrize(('tuning_high', 'is_advised'), [(0.01, True), (0.0, False)])
 def test_a_finer_sweep_is_advised_if_tuning_is_most_of_the_distance(tuning_high, is_advised, no_o):
-    """A finer sweep is advised if the tuning error is more than half of the distance to the bound.
+    """A finer sweep is advised if `tuning_high` is above half of the distance to the bound.
 
-    The bound is the margin 0.005, and the difference is -0.011. So the distance is 0.016, and half
-    of it is 0.008.
+    The distance is 0.005 - (-0.011) = 0.016, where 0.005 is the margin and -0.011 the difference.
     """
     row, arm = no_o
     arm = with_difference(arm, tuning_high=tuning_high)
@@ -256,7 +255,8 @@ def test_a_bound_farther_away_needs_fewer_seeds(no_o):
         assert f'a difference of -0.011 from {bound:+g} nats/token in qk/no_o' in need.text
         seeds[relation] = need.seeds
 
-    # The distance to -0.005 is 0.011 - 0.005 = 0.006, and to +0.005 it is 0.011 + 0.005 = 0.016.
+    # distance to -0.005: 0.011 - 0.005 = 0.006
+    # distance to +0.005: 0.011 + 0.005 = 0.016
     assert seeds['equivalent'] == seeds['better']
     assert seeds['better'] > 2 * seeds['not_worse']
 
@@ -420,7 +420,7 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(expected, results):
 
 
 def raises_attribute_error(findings=None):
-    """Serves as a check, called without an argument, and as a measure, called with findings."""
+    """A check has no argument, and a measure gets the findings of a study. This can be both."""
     return 'a string'.absent
 
 
@@ -548,6 +548,6 @@ def test_the_last_repeat_that_trained_an_arm_decides_it(
     assert case.name == deciding_study
     assert row.study == deciding_study
     assert row.kind == at
-    # A withheld verdict has no number of looks.
+    # If the verdict is withheld, looks are not counted.
     if arm.verdict.decision is not decision.Decision.NO_VERDICT:
         assert arm.verdict.look == look

@@ -283,8 +283,8 @@ def simulated_rows(differences, relation, num_comparisons):
     return rows
 
 
-# Parts: the true mean difference in each context, the relation that the claim expects, lower bounds
-# for shares of outcomes, and upper bounds for shares of outcomes.
+# The parts of a case are the true mean difference in each context, and the relation to expect. Then
+# come lower bounds for the shares of outcomes, and upper bounds.
 CLAIMS = [
     pytest.param(
         (0.0,) * 6,

@@ -106,7 +106,7 @@ def test_symbolic_matrices_agree_with_numeric_ones(dims, heads):
 
 @pytest.fixture
 def x_122():
-    """The symbols x11, x12, x21 and x22 as a 2 x 2 matrix, with a leading axis for one head."""
+    """The 2 x 2 matrix of the symbols x11 to x22, with a leading axis for one head."""
     _, arrays = generators({'x': (1, 2, 2)})
     return arrays[0]
 

@@ -169,7 +169,7 @@ def assert_computed(shown: dict, variant: str, *, causal: bool = False) -> None:
 
 
 def test_a_dragged_number_moves_by_a_hundredth_per_pixel(results):
-    """The step `drag` moves one number by 60 pixels, so the number changes by 60 * 0.01 = 0.6."""
+    """The step `drag` moves one number by 60 pixels. 60 * 0.01 = 0.6"""
     before = results['start']['inputs']
     after = results['drag']['inputs']
 
@@ -185,11 +185,11 @@ def test_a_number_is_dragged_to_its_limit_at_most(results):
 
 
 def test_a_dragged_number_changes_the_results_that_depend_on_it(results):
-    """If the first row of W_Q changes, only the first rows of A, S, P and the output change.
+    """A change in the first row of W_Q changes only the first rows of A, S, P and the output.
 
-    The page has one head of qk/vo, and the matrix x of the two tokens is the identity.
-    A = W_Q W_K^T, the logits S are proportional to x A x^T, P = softmax(S), and the output is
-    P x B.
+    The page has one head of qk/vo. The matrix x of the two tokens is the identity.
+
+        A = W_Q W_K^T,  S = scale * x A x^T,  P = softmax(S),  out = P x B
     """
     assert_computed(results['drag'], 'qk/vo')
 
