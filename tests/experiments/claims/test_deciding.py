@@ -420,7 +420,7 @@ def test_an_arm_that_the_study_does_not_declare_is_refused(expected, results):
 
 
 def raises_attribute_error(findings=None):
-    """A check has no argument, and a measure gets the findings of a study. This can be both."""
+    """A check without an argument, and also a measure, which gets the findings of a study."""
     return 'a string'.absent
 
 

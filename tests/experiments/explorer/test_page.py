@@ -29,7 +29,7 @@ FLAGS = (
     '--virtual-time-budget=60000',  # timers pass without waiting
     '--dump-dom',
 )
-# Collects errors and forbidden requests. It is put into <head>, before the script of the page.
+# A script for <head>, before the script of the page, that collects errors and forbidden requests.
 COLLECT_PROBLEMS = """
 const problems = [];
 addEventListener('error', (event) => problems.push(event.message));
