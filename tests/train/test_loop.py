@@ -36,14 +36,14 @@ pytestmark = pytest.mark.usefixtures('programs_kept')
 
 
 def do_at_call(number: int, action: Callable[[], object]) -> Callable[[], bool]:
-    """A function to pass as train(lost=...), which does an action at one of its calls.
+    """Returns a function to pass as train(lost=...), which does an action at one of its calls.
 
-    `train` calls `lost` after each dispatch, and before each save. The run goes on, because the
-    function always returns False.
+    `train` calls `lost` after each dispatch, and before each save. The function returns False,
+    so the run is not lost.
 
     Args:
-      number: the call that does the action. The first call is 1.
-      action: is called without arguments, such as `send_sigterm`.
+      number: The call that does the action. The first call has number 1.
+      action: A function without arguments, such as `send_sigterm`.
     """
     call_numbers = itertools.count(1)
 
@@ -57,24 +57,24 @@ def do_at_call(number: int, action: Callable[[], object]) -> Callable[[], bool]:
 
 
 def lost_at_call(number: int) -> Callable[[], bool]:
-    """A function to pass as train(lost=...), whose call `number` says that the run is lost.
+    """Returns a function to pass as train(lost=...), whose call `number` returns True.
 
-    The first call is call 1. `train` calls `lost` after each dispatch, and before each save.
+    The first call has number 1. `train` calls `lost` after each dispatch, and before each save.
     """
     calls = itertools.count(1)
     return lambda: next(calls) == number
 
 
 def lost_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Returns a function to pass as train(lost=...), which is True from the first evaluation on.
+    """Returns a function for train(lost=...), which returns True after the first evaluation.
 
-    `train` makes the record of each evaluation by a call of `results.eval_record`.
+    `train` calls `results.eval_record` once for each evaluation.
     """
     eval_record = results.eval_record
     evaluated_steps = []
 
     def recording_eval_record(step, *arguments):
-        """Replaces results.eval_record, and notes the step."""
+        """Notes the step, and calls the original function."""
         evaluated_steps.append(step)
         return eval_record(step, *arguments)
 
@@ -126,7 +126,7 @@ TASKS = ['masked', 'separate documents', 'translation', 'causal probe', 'labelli
 
 @pytest.fixture(scope='module', params=slow_except(['masked'], TASKS))
 def finished(request, task, built_once, tmp_path_factory):
-    """A run of each task, trained twice in different directories."""
+    """A `Finished` for each task: its run was trained twice, in two directories."""
     name = request.param
     config = task(name)
     directory = tmp_path_factory.mktemp('finished')
@@ -154,7 +154,7 @@ def test_the_time_of_training_includes_that_of_its_parts(finished):
 
 
 def test_results_are_plausible_on_every_split(finished):
-    """A short run has a loss near that of guessing, and fractions between 0 and 1."""
+    """After 8 steps, a model predicts hardly better than a uniform guess."""
     result_of_first_trial = finished.results[0]
     # A model that gives each of V tokens the same probability has the loss log V.
     loss_of_uniform_guess = math.log(finished.config.model.vocab_size)
@@ -168,11 +168,11 @@ def test_results_are_plausible_on_every_split(finished):
         fraction_of_rows_without_error = result_of_first_trial[f'{prefix}_solved']
         bits_per_byte = result_of_first_trial[f'{prefix}_bits_per_byte']
 
-        # A run of 8 steps cannot solve its task, and may be somewhat worse than guessing.
+        # The bounds are wide. After so few steps, a loss may exceed log V a little.
         assert 0.3 < loss < 1.3 * loss_of_uniform_guess
         assert 0 <= fraction_of_correct_targets <= 1
         assert 0 <= fraction_of_rows_without_error <= 1
-        # A probe is an artificial task, whose tokens do not stand for bytes of a text.
+        # The tokens of a probe, which is an artificial task, stand for no bytes of a text.
         if 'probe' in finished.task:
             assert bits_per_byte is None
         else:
@@ -192,13 +192,13 @@ def test_only_translators_are_scored_by_their_translations(finished):
     assert result['val_num_sentences'] == 6
     assert 0 <= result['val_bleu'] <= 100
 
-    # Each byte of a translation is a target, and so is the separator that ends it.
+    # The targets of a translation are its bytes and one separator at its end.
     num_targets = 0
     for _, translation in validation_pairs:
         num_targets += len(translation) + 1
     assert result['eval_tokens'] == num_targets
 
-    # The files of the sentences have no test split.
+    # There are no sentence pairs for testing.
     assert result['test_loss'] is None
     assert result['test_accuracy'] is None
 
@@ -212,15 +212,15 @@ def test_the_last_logged_evaluation_is_that_of_the_results(finished):
 
 
 def first_arguments(monkeypatch, owner, name) -> list:
-    """Returns a list that records later calls of the method `name` of the class `owner`.
+    """Returns a list to which each later call of a method adds its first argument after `self`.
 
-    The list gets the first argument of each call, after `self`. The method works as before.
+    The method `name` of the class `owner` works as before.
     """
     method = getattr(owner, name)
     arguments = []
 
     def recording_method(self, first, *others):
-        """Replaces the method, notes the first argument, and calls the method."""
+        """Notes the first argument, and calls the original method."""
         arguments.append(first)
         return method(self, first, *others)
 
@@ -229,15 +229,15 @@ def first_arguments(monkeypatch, owner, name) -> list:
 
 
 def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatch):
-    """Each action has its own interval of steps. The last step is evaluated and saved, too."""
-    # Each list gets the first argument of every call of the method.
+    """Logging, saving and evaluating have intervals of 1, 2 and 5 steps in a run of 12 steps."""
+    # Each list gets the first argument of every call of a method.
     shown_phases = first_arguments(monkeypatch, Progress, 'phase')
     evaluated_splits = first_arguments(monkeypatch, Stack, 'evaluate')
     saved_at = first_arguments(monkeypatch, Checkpoints, 'save')
     shown_losses = {}
 
     def show(self, step, loss_X):
-        """Replaces the display of the losses of X trials, and notes the losses by step."""
+        """Replaces Progress.update, and notes the losses of X trials by step."""
         shown_losses[step] = loss_X.tolist()
 
     monkeypatch.setattr(Progress, 'update', show)
@@ -245,7 +245,7 @@ def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatc
 
     train(small(train={'num_steps': 12} | intervals), tmp_path)
 
-    # Every step is logged, and shown with the same losses.
+    # Every step is logged. The display shows the logged losses.
     records = read_metrics(tmp_path / 'metrics.jsonl')
     logged_losses = {r['step']: r['loss'] for r in records if r['kind'] == 'train'}
     assert list(logged_losses) == list(range(1, 12 + 1))
@@ -253,9 +253,9 @@ def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatc
 
     # Steps 5 and 10 are multiples of 5, and step 12 is the last.
     assert [r['step'] for r in records if r['kind'] == 'eval'] == [5, 10, 12]
-    # The results need both splits. The validation of step 12 is not repeated for the results.
+    # The results also need the test split. They reuse the validation of step 12.
     assert evaluated_splits == ['validation', 'validation', 'validation', 'test']
-    # The display shows 3 validations, and once the evaluation for the results.
+    # The display shows 3 validations and the evaluation of the test split.
     assert shown_phases.count('evaluating') == 3 + 1
 
     assert saved_at == [2, 4, 6, 8, 10, 12]
@@ -283,7 +283,7 @@ def test_mfu_is_the_fraction_of_the_peak_flops(small, tmp_path, monkeypatch):
     results = train(config, tmp_path)
 
     first_record = read_metrics(tmp_path / 'metrics.jsonl')[0]
-    # Results count the FLOPs of a forward pass. A backward pass costs twice as much.
+    # The results hold the FLOPs of a forward pass. A backward pass takes twice as many.
     forward_flops_per_token = results[0]['flops_per_token']
     flops_per_token = (1 + 2) * forward_flops_per_token
     flops_per_second = first_record['tokens_per_second'] * flops_per_token
@@ -291,7 +291,7 @@ def test_mfu_is_the_fraction_of_the_peak_flops(small, tmp_path, monkeypatch):
 
 
 def test_a_finished_run_is_not_touched(small_run, tmp_path):
-    """Training a finished run again returns its stored results and writes no checkpoint."""
+    """Training a finished run again returns its stored results and changes no checkpoint."""
     path = shutil.copytree(small_run.path, tmp_path / 'run')
 
     def write_times_of_checkpoints():
@@ -309,8 +309,8 @@ def test_a_finished_run_is_not_touched(small_run, tmp_path):
 def test_a_further_metric_changes_nothing_else_of_a_run(small, small_run, tmp_path, outside):
     """A metric from outside the package adds its own fields to records and results.
 
-    The fixture `outside` puts the module `confidence` on the path. Its metric `top_50` is the
-    fraction of targets among the 50 most probable tokens. `small_run` is the run without it.
+    The module `confidence` comes from the fixture `outside`. Its metric `top_50` is the fraction of
+    targets among the 50 most probable tokens. `small_run` has the same config without this metric.
     """
     results = train(small(train={'metrics': ('confidence:top(k=50)',)}), tmp_path)
 
@@ -321,11 +321,11 @@ def test_a_further_metric_changes_nothing_else_of_a_run(small, small_run, tmp_pa
     final = records[-1]
     fields = last_evaluation.keys() | final.keys()
     fields_without_metric = records_without_metric[-2].keys() | records_without_metric[-1].keys()
-    # Without the fields of the metric, both runs have the same records.
+    # Apart from the fields of the metric, both runs have the same records.
     common_records = without_fields(records, fields - fields_without_metric)
     assert without_times(common_records) == without_times(records_without_metric)
 
-    # The records hold one value for each trial, which are those of the results.
+    # A record holds the values of all trials in one list. Each result holds one of them.
     for name in ('val_top_50', 'test_top_50'):
         assert final[name] == [result[name] for result in results]
     assert last_evaluation['val_top_50'] == final['val_top_50']
@@ -344,13 +344,16 @@ def test_a_further_metric_changes_nothing_else_of_a_run(small, small_run, tmp_pa
 
 
 def test_a_run_stopped_by_a_signal_resumes_at_the_same_step(small_run, tmp_path):
-    """SIGTERM stops the first two starts. The third one ends as the run that was never stopped."""
+    """SIGTERM stops the first two starts of a run. The third start completes the run.
+
+    The run then equals `small_run`, which was never stopped.
+    """
     # `train` calls `lost` after each step, and before each checkpoint.
     starts = [
-        # The first start calls it after the steps 1, 2 and 3.
+        # In the first start, calls 1, 2 and 3 come after the steps 1, 2 and 3.
         {'call_with_signal': 3, 'last_step': 3},
-        # The second start resumes at step 3. Its calls come after step 4, before checkpoint 4, and
-        # after the steps 5 and 6.
+        # The second start resumes at step 3. Calls 1 to 4 come after step 4, before checkpoint 4,
+        # after step 5 and after step 6.
         {'call_with_signal': 4, 'last_step': 6},
     ]
     for start in starts:
@@ -367,8 +370,9 @@ def test_a_run_stopped_by_a_signal_resumes_at_the_same_step(small_run, tmp_path)
 
 
 def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
-    """A run is lost when another process has taken it over. Then its directory stays as it is."""
-    # Call 5 of `lost` comes before the checkpoint of step 4, and call 8 after step 7.
+    """A run that another process has taken over writes no more checkpoints, and no results."""
+    # Calls 1 to 4 of `lost` come after the steps 1 to 4, and call 5 before checkpoint 4. Calls 6
+    # to 8 come after the steps 5 to 7.
     with pytest.raises(Lost, match='taken over at step 7'):
         train(small_run.config, tmp_path, lost=lost_at_call(8))
     assert not (tmp_path / 'result.json').exists()
@@ -379,9 +383,9 @@ def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
 
 
 def train_with_signal(config, path, signal_at: int) -> None:
-    """Trains a run, with SIGTERM when evaluation number `signal_at` of this start begins.
+    """Trains a run, and sends SIGTERM when evaluation number `signal_at` of this start begins.
 
-    The first evaluation has number 1. Fails if evaluation `signal_at` is completed.
+    The first evaluation has number 1. The test fails if evaluation `signal_at` is completed.
     """
     eval_batches = pipeline.eval_batches
     splits = []
@@ -393,7 +397,7 @@ def train_with_signal(config, path, signal_at: int) -> None:
         if has_signal:
             send_sigterm()
         yield from eval_batches(rows, split, **options)
-        # The code below `yield from` runs only if all batches are read.
+        # This line is reached only if the evaluation reads all batches.
         assert not has_signal, 'the evaluation goes on'
 
     with pytest.MonkeyPatch.context() as patch:
@@ -402,17 +406,19 @@ def train_with_signal(config, path, signal_at: int) -> None:
 
 
 def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path, monkeypatch):
-    """Evaluations are due at steps 4, 8 and 12. The evaluation at step 8 is stopped three times."""
+    """A start that resumes in the middle of an evaluation repeats it before it trains.
+
+    The run evaluates at the steps 4, 8 and 12. Signals stop the evaluation at step 8 three times.
+    """
     config = small_run.config
     metrics_file = tmp_path / 'metrics.jsonl'
 
-    # The evaluation at step 8 is the second one of the first start.
-    # It is the first one of each later start.
+    # The evaluation at step 8 is evaluation 2 of the first start, and evaluation 1 of later starts.
     for number_of_evaluation in (2, 1, 1):
         with pytest.raises(Stopped, match='stopped at step 8 of 12, state saved'):
             train_with_signal(config, tmp_path, signal_at=number_of_evaluation)
 
-        # A stopped evaluation leaves no record, so the last one is of training.
+        # A stopped evaluation writes no record. The last record is the loss of step 8.
         last_record = read_metrics(metrics_file)[-1]
         assert last_record['kind'] == 'train'
         assert last_record['step'] == 8
@@ -440,23 +446,22 @@ def test_a_run_lost_in_an_evaluation_saves_nothing(small_run, tmp_path, monkeypa
 
 
 def test_results_name_the_code_of_every_start_that_saved(small_run, tmp_path, monkeypatch):
-    """Results hold the commit of the last start, and those of earlier starts with a checkpoint.
+    """Results name the code of the last start, and of each earlier start that saved a checkpoint.
 
-    A run may be started several times, each time with other code. `git_state` gives the commit,
-    and whether files differ from it (`dirty`).
+    Code is described by its commit, and by whether files differ from the commit (`dirty`).
     """
     config = small_run.config
     first_code = {'commit': 'a', 'dirty': True}
     lost_code = {'commit': 'c', 'dirty': False}
     last_code = {'commit': 'b', 'dirty': False}
 
-    # Two starts with the same code are stopped by a signal, upon which they save.
+    # Two starts have the same code. A signal stops each, and each saves a checkpoint.
     monkeypatch.setattr(run_directory, 'git_state', lambda: first_code)
     for call in (3, 4):
         with pytest.raises(Stopped):
             train(config, tmp_path, lost=do_at_call(call, send_sigterm))
 
-    # A third start is lost to another process at once, so it does not save.
+    # The third start is lost after its first step, so it saves no checkpoint.
     monkeypatch.setattr(run_directory, 'git_state', lambda: lost_code)
     with pytest.raises(Lost):
         train(config, tmp_path, lost=lost_at_call(1))
@@ -465,7 +470,7 @@ def test_results_name_the_code_of_every_start_that_saved(small_run, tmp_path, mo
     monkeypatch.setattr(run_directory, 'git_state', lambda: last_code)
     results = train(config, tmp_path)
 
-    # The first two starts have the same code, without modules from outside.
+    # The first two starts share one entry. The run imports no modules from outside.
     earlier_code = [{'git': first_code, 'imported': {}}]
     for result in results:
         assert result['provenance']['git'] == last_code
@@ -473,27 +478,27 @@ def test_results_name_the_code_of_every_start_that_saved(small_run, tmp_path, mo
 
 
 def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
-    """If another program changes a logged line, training ends in an error that names the line."""
+    """If another program changes line 1 of metrics.jsonl, training ends with an error about it."""
 
     def overwrite_a_byte_of_the_first_line():
         with (tmp_path / 'metrics.jsonl').open('r+b') as file:
             file.seek(20)
             file.write(b'9')
 
-    # Call 5 of `lost` comes before checkpoint 4, and call 7 after step 6. The first line is on the
-    # disk since that checkpoint.
+    # Calls 1 to 4 of `lost` come after the steps 1 to 4, and call 5 before checkpoint 4. So call 7
+    # comes after step 6, when line 1 is already written.
     overwrite_after_step_6 = do_at_call(7, overwrite_a_byte_of_the_first_line)
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
         train(small(train={'num_steps': 12}), tmp_path, lost=overwrite_after_step_6)
 
-    # The error comes after the last step, so its checkpoint is saved. The results are missing.
+    # The run checks the file just before it writes its results, after checkpoint 12.
     assert not (tmp_path / 'result.json').exists()
     assert (tmp_path / 'checkpoints/12').exists()
 
 
 def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
-    """The version of the data differs from the one that the checkpoints record."""
-    # Without result.json, a finished run is resumed at its last step.
+    """A run is not resumed if its checkpoint records another version of the data."""
+    # Without result.json, the copy of a finished run resumes at its last step.
     path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
     first_result = results_of(small_run.path)[0]
     recorded_version = first_result['data']['version']
@@ -514,11 +519,11 @@ def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
 
 
 def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
-    """A checkpoint is restored only if it has the hash of the directory's settings.
+    """A run restores only checkpoints with the hash of its own settings.
 
-    The other run has the same shapes and data as `small_run`. Only its seeds differ.
+    The other run differs from `small_run` only in its seeds, so its arrays have the same shapes.
     """
-    # Without its results, the copy of a run of 12 steps resumes from its last checkpoint.
+    # Without its results, the copy of a finished run resumes from its last checkpoint.
     path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
     other_config = small(trials={'seeds': (5, 7)})
     other_settings = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
@@ -528,7 +533,7 @@ def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
     with refused('12 is of a run with another configuration', CheckpointError):
         train(other_config, path)
 
-    # Nothing was deleted. A run keeps its two newest checkpoints, here of the steps 8 and 12.
+    # Nothing was deleted. A finished run has its two newest checkpoints, of the steps 8 and 12.
     assert saved_steps(path) == [8, 12]
     assert (path / 'metrics.jsonl').read_bytes() == metrics_before
 
@@ -546,13 +551,14 @@ def config_that_diverges(small):
 def diverged_run(config_that_diverges, built_once, tmp_path_factory):
     """The directory of a finished run of two trials, of which only the second one diverged.
 
-    A trial diverges when its loss is not finite. The second trial does so before step 4. The run
-    was lost after step 5, and resumed from the checkpoint of step 4.
+    A trial diverges when its loss is not finite. The second trial diverges before step 4. The run
+    was interrupted after step 5, and resumed from checkpoint 4.
     """
     path = tmp_path_factory.mktemp('diverged') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
-        # Call 5 of `lost` comes before the checkpoint of step 4, and call 6 after step 5.
+        # Calls 1 to 4 of `lost` come after the steps 1 to 4, call 5 before checkpoint 4, and call 6
+        # after step 5.
         with pytest.raises(Lost):
             train(config_that_diverges, path, lost=lost_at_call(6))
         assert saved_steps(path) == [4]
@@ -563,13 +569,12 @@ def diverged_run(config_that_diverges, built_once, tmp_path_factory):
 def test_a_diverged_trial_is_recorded_with_its_step(diverged_run):
     """A trial diverges at the first step whose loss is not finite.
 
-    `diverged_run` has two trials, of which the second one diverges before step 4. At step 4, the
-    run was interrupted and resumed.
+    `diverged_run` was interrupted, and resumed at step 4. Its second trial diverged before step 4.
     """
     records = read_metrics(diverged_run / 'metrics.jsonl')
     losses_by_step = {record['step']: record['loss'] for record in records if 'loss' in record}
 
-    # A record holds the losses of both trials. A loss that is not finite is null.
+    # A record holds the losses of both trials. A loss that is not finite is None.
     bad_steps = []
     for step, (_, loss_of_second_trial) in losses_by_step.items():
         if loss_of_second_trial is None:
@@ -587,7 +592,7 @@ def test_a_diverged_trial_is_recorded_with_its_step(diverged_run):
 
 
 def test_a_diverged_trial_has_no_metrics(diverged_run):
-    """Of the two trials of `diverged_run`, the second one diverged."""
+    """The second trial of `diverged_run` diverged, so its metrics are None."""
     finished, diverged = results_of(diverged_run)
     final = read_metrics(diverged_run / 'metrics.jsonl')[-1]
     for name in ('val_induction_gain', 'val_induction_accuracy', 'val_loss', 'test_loss_se'):
@@ -597,10 +602,10 @@ def test_a_diverged_trial_has_no_metrics(diverged_run):
 
 
 def test_the_losses_of_documents_add_up_to_the_loss_of_their_split(diverged_run):
-    """documents.json holds, for each split, the summed losses of each trial on each document.
+    """documents.json holds the sum of losses on each document, by split and by trial.
 
-    `diverged_run` has two trials, of which the second one diverged. A split is evaluated on 8 rows
-    of 16 tokens.
+    The second trial of `diverged_run` diverged, so it has no losses. A split has 8 rows of 16
+    tokens.
     """
     finished, _ = results_of(diverged_run)
     num_rows = 8
@@ -610,11 +615,11 @@ def test_the_losses_of_documents_add_up_to_the_loss_of_their_split(diverged_run)
         nats_of_finished, nats_of_diverged = losses['nats']
         assert nats_of_diverged is None
 
-        # Each evaluated row belongs to one document, so documents have whole rows.
+        # Each row belongs to one document, so the number of its tokens is a multiple of 16.
         assert sum(tokens_by_document) == num_rows * tokens_per_row
         assert all(tokens % tokens_per_row == 0 for tokens in tokens_by_document)
 
-        # The 8 rows come from several documents, each with one entry in each list.
+        # The 8 rows come from more than 4 documents. Each list has one entry per document.
         num_documents = len(set(losses['documents']))
         assert num_documents > 4
         assert len(tokens_by_document) == num_documents
@@ -632,9 +637,9 @@ def test_a_warning_counts_the_diverged_trials(diverged_run, config_that_diverges
 
 
 def test_the_first_bad_step_within_a_dispatch_is_found():
-    """A dispatch computes several steps at once, here the steps 4 to 6 of three trials.
+    """A trial diverges at the first step whose loss is not finite.
 
-    A trial diverges at the first step whose loss is not finite.
+    One dispatch computes several steps, here the steps 4 to 6 of three trials.
     """
     nan = np.nan
     loss_by_step_and_trial = np.array(
@@ -648,12 +653,12 @@ def test_the_first_bad_step_within_a_dispatch_is_found():
 
     diverged_at = with_divergences(diverged_before, loss_by_step_and_trial, last_step=6)
 
-    # Trial 0 has finite losses. Trial 1 diverged at step 5, and trial 2 at step 4.
+    # The keys are trials and the values are steps. All losses of trial 0 are finite.
     assert diverged_at == {1: 5, 2: 4}
 
 
 def test_a_trial_keeps_the_step_at_which_it_diverged():
-    # Earlier versions did not record the step, so it is None after a resume.
+    # The step of trial 2 is None, as in a checkpoint of an earlier version, which had no steps.
     diverged_at = {1: 2, 2: None}
     loss_CX = np.array([[1.0, np.nan, np.nan]] * 3)
     assert with_divergences(diverged_at, loss_CX, last_step=9) == diverged_at

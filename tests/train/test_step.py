@@ -24,7 +24,7 @@ from qkattn.train.optimizer import schedule
 from tests.lanes import slow_except
 from tests.refusals import refused
 
-# Metrics of the first step of two trials.
+# Metrics of the first step of two trials, with the seeds 0 and 1.
 GOLDEN = {
     'loss': [6.1501417, 5.9226151],
     'grad_norm': [2.7045262, 2.1575873],
@@ -34,7 +34,7 @@ GOLDEN = {
 
 @functools.cache
 def compiled_functions(model, optimizer, train, lifting):
-    """The jitted functions that initialize and train the trials of a run."""
+    """Returns the jitted functions that initialize and train the trials of a run."""
     config = qkattn.Config(model=model, optimizer=optimizer, train=train)
     mesh = sharding.make_mesh(MeshConfig())
     init = functools.partial(step.init_stack, config)
@@ -43,7 +43,7 @@ def compiled_functions(model, optimizer, train, lifting):
 
 
 def random_tokens(config):
-    """Rows of T + 1 tokens for each trial and microbatch, [X, A, B, T + 1]."""
+    """Random rows of T + 1 tokens for X trials and A microbatches of B rows, [X, A, B, T + 1]."""
     _, X, A, B = sharding.leading_shape(config)
     shape = (X, A, B, config.model.context + 1)
     return np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
@@ -60,13 +60,13 @@ def language_batch(tokens):
 
 
 def three_steps(config, tokens=None, lifting='vmap'):
-    """Takes three training steps of all trials of a config, each on the same tokens.
+    """Takes three training steps of all X trials of a config. All steps have the same tokens.
 
-    Returns the state after the steps, and their metrics [3, X] for X trials.
+    Returns the state after the last step, and the metrics of the steps, [3, X].
 
     Args:
         config: The settings. Each of its trials has a seed, a learning rate and a weight decay.
-        tokens: The rows, as `random_tokens` makes them, which is the default.
+        tokens: Rows of tokens, [X, A, B, T + 1]. By default, they are `random_tokens`.
         lifting: 'vmap' computes trials side by side, 'map' one after another.
     """
     if tokens is None:
@@ -88,7 +88,7 @@ def params_of(config):
 
 
 def assert_close(got, want, rtol):
-    """Asserts that leaves differ by at most `rtol` times the largest number of a leaf."""
+    """Asserts |got - want| <= rtol * (|want| + max |want|) for each leaf of two trees."""
 
     def assert_leaf_close(got_leaf, want_leaf):
         atol = rtol * np.abs(want_leaf).max()
@@ -115,8 +115,8 @@ def four_trials(tiny):
 def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
     """The first step of two seeds has the losses and norms in GOLDEN, at the top of this file.
 
-    The numbers change with the initialization, the loss, the optimizer or JAX's random bits. After
-    such a change, copy the numbers from the message.
+    The numbers change if the initialization, the loss, the optimizer or JAX's random bits change.
+    The message of the failed test then holds the new numbers.
     """
     _, metrics = three_steps(four_trials({'seeds': (0, 1)}))
     # The first of the three steps, and the first two of the four trials.
@@ -125,39 +125,39 @@ def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
     for name, stored in GOLDEN.items():
         np.testing.assert_allclose(got[name], stored, rtol=2e-6, err_msg=str(got))
 
-    # Before training, logits have a standard deviation near 1. That raises the loss by about 0.5
-    # nats above that of a uniform guess.
+    # A uniform guess has the loss log V. Initial logits have a variance s^2 near 1, which adds
+    # about s^2 / 2 = 0.5 nats.
     vocab_size = 256
     loss_of_uniform_guess = np.log(vocab_size)
     assert min(got['loss']) > loss_of_uniform_guess
     assert max(got['loss']) < loss_of_uniform_guess + 1
-    # The seeds differ, so the losses do.
+    # Different seeds give different losses.
     assert min(got['loss']) < max(got['loss'])
 
 
 def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
-    """Loss and gradient are means over all targets, however the batch is cut into microbatches.
+    """Loss and gradient are means over all targets of a batch, not means of microbatch means.
 
-    Here one microbatch has more targets, so the mean of their means would be wrong.
+    The two microbatches have different numbers of targets, so these means differ.
     """
     config = four_trials(num_layers=1)
     params = params_of(config)
     tokens_of_first_trial = random_tokens(config)[0]
     batch = language_batch(jnp.asarray(tokens_of_first_trial))
-    # Of two microbatches of 4 rows, the first has 2 targets per row, the second 16.
+    # Rows of the first microbatch have 2 targets each, and rows of the second have 16.
     weights_ABT = np.ones((2, 4, 16), np.float32)
     weights_ABT[0, :, 2:] = 0
     batch['loss_weights_BT'] = jnp.asarray(weights_ABT)
     whole_batch = jax.tree.map(lambda a_ABT: a_ABT.reshape(-1, 16), batch)
 
-    # The loss and its gradient on the whole batch, divided once by the number of targets.
+    # The expected loss is the sum over the whole batch divided by its number of targets.
     def mean_loss(params):
         loss_sum, _ = step.objective(config, params, whole_batch)
         return loss_sum / weights_ABT.sum()
 
     expected = jax.jit(jax.value_and_grad(mean_loss))(params)
 
-    # `step.gradients` takes arrays with a leading axis of microbatches, of size 2 and of size 1.
+    # `step.gradients` takes arrays [A, B, T] of A microbatches. Here A is 2, and then 1.
     gradients = jax.jit(functools.partial(step.gradients, config))
     one_microbatch = jax.tree.map(lambda a_BT: a_BT[None], whole_batch)
     assert_close(gradients(params, batch), expected, 1e-6)
@@ -175,7 +175,7 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
 
     state, metrics = three_steps(config, tokens, lifting)
 
-    # The learning rate is the trial's peak, here 1e-2, times the fraction of the schedule.
+    # The learning rate of the first trial is 1e-2 times the fraction that the schedule gives.
     assert int(state['step']) == 3
     fraction_of_step = schedule(config.optimizer, config.train.num_steps)
     fractions_C = jnp.stack([fraction_of_step(i) for i in range(3)])
@@ -183,7 +183,7 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
     rates_of_first_trial = metrics['learning_rate'][:, 0]
     np.testing.assert_allclose(rates_of_first_trial, 1e-2 * fractions_C, rtol=1e-6)
 
-    # Train each trial again, without the others, on its own tokens.
+    # Train each trial again on the same tokens, without the other trials.
     for x, trial in enumerate(config.trials.trials()):
         only_trial = {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
         state_alone, metrics_alone = three_steps(four_trials(only_trial), tokens[x : x + 1])
@@ -207,7 +207,7 @@ def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
 
     assert state['trials']['alive'].tolist() == [True, True, False, False]
 
-    # The first two trials have the losses that they have beside trials that do not diverge.
+    # The first two trials have the same losses as in the stack where no trial diverges.
     losses = metrics['loss'][:, :2]
     expected_losses = expected_metrics['loss'][:, :2]
     assert np.isfinite(losses).all()
@@ -228,7 +228,7 @@ def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
     for leaf in jax.tree.leaves(state['trials']['params']):
         assert leaf.dtype == 'float32'
 
-    # The losses of the first step differ, so they were rounded, but not by much.
+    # The losses of the first step differ a little, because bfloat16 rounds to 8 bits.
     loss_of_first_step = np.asarray(metrics['loss'][0])
     expected_loss = np.asarray(expected_metrics['loss'][0])
     np.testing.assert_allclose(loss_of_first_step, expected_loss, rtol=2e-2)
@@ -237,13 +237,13 @@ def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
 
 
 def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
-    """A trial that is trained again drops the same units, which differ from step to step."""
-    # The parameters stay as they are, and all steps have the same tokens. So the losses of a trial
-    # differ only by what is dropped.
+    """A trial drops other units at each step, and the same units when it is trained again."""
+    # Parameters never change, and all steps have the same tokens. So the losses of one trial differ
+    # only because other units are dropped.
     no_updates = {'learning_rates': (0.0,), 'weight_decays': (0.0,), 'seeds': (0, 1, 2, 3)}
 
     def losses_with(dropout):
-        """The losses of the four trials in three steps, [3, 4]."""
+        """Returns the losses of the four trials in three steps, [3, 4]."""
         _, metrics = three_steps(four_trials(no_updates, dropout=dropout))
         return np.asarray(metrics['loss'])
 
@@ -270,9 +270,9 @@ def test_each_kind_of_dropout_alone_draws_random_numbers(four_trials, field):
 
 @pytest.mark.slow
 def test_remat_keeps_less_for_the_same_gradient(four_trials):
-    """Rematerialization keeps fewer arrays for the backward pass, which computes them again.
+    """With rematerialization, the backward pass computes arrays again that are otherwise kept.
 
-    'full' keeps the input of each layer, and 'dots' also the results of matrix products.
+    remat='full' keeps the input of each layer. 'dots' also keeps the results of matrix products.
     """
     plain_config = four_trials()
     params = params_of(plain_config)
@@ -283,7 +283,7 @@ def test_remat_keeps_less_for_the_same_gradient(four_trials):
     for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
         config = four_trials(dropout=0.1, remat=remat, scan_unroll=unroll)
         objective = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
-        # The pullback is the backward pass. Its leaves are the arrays that it reads.
+        # `pullback` is the backward pass. Its leaves are the arrays that were kept for it.
         total, pullback, _ = jax.vjp(jax.jit(objective), params, has_aux=True)
         (grads[remat],) = pullback(jnp.ones_like(total))
         num_kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
@@ -291,8 +291,8 @@ def test_remat_keeps_less_for_the_same_gradient(four_trials):
     assert_close(grads['full'], grads['none'], 1e-4)
     assert_close(grads['dots'], grads['none'], 1e-4)
 
-    # `stream` is the size of one array of the model's width in each layer. The hidden layer of an
-    # MLP is four times as wide.
+    # `stream` counts the numbers of one array of width d_model, summed over layers. The hidden
+    # layer of an MLP is four times as wide.
     model = plain_config.model
     num_rows = 4
     stream = model.num_layers * num_rows * model.context * model.d_model
@@ -302,14 +302,14 @@ def test_remat_keeps_less_for_the_same_gradient(four_trials):
     output_of_attention = stream
     kept_products = queries_keys_and_values + output_of_attention + hidden
     assert num_kept['dots'] - num_kept['full'] == kept_products
-    # Without remat, at least two more arrays of this width are kept.
+    # Without remat, more than two further arrays of width d_model are kept in each layer.
     assert num_kept['none'] > num_kept['dots'] + 2 * stream
 
 
 def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
-    """Label smoothing by epsilon mixes the target with the uniform distribution over V tokens.
+    """The smoothed loss is the cross-entropy with (1 - epsilon) * target + epsilon / V.
 
-    Only the training loss is smoothed. Every target is multiplied by its loss weight.
+    Only the training loss is smoothed. The loss of each target is multiplied by its loss weight.
     """
     V = 256
     model_fields = {'num_layers': 1}
@@ -327,10 +327,7 @@ def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
     one_hot_BTV = np.eye(V)[batch['targets_BT']]
 
     def expected_sum(epsilon):
-        """The weighted cross-entropy, with (1 - epsilon) of the target and epsilon of the uniform.
-
-        The terms are summed over all targets.
-        """
+        """Returns the smoothed loss, summed over all targets with their loss weights."""
         distribution_BTV = (1 - epsilon) * one_hot_BTV + epsilon / V
         loss_BT = (distribution_BTV * nats_BTV).sum(-1)
         return (loss_BT * weights_BT).sum()
@@ -341,7 +338,7 @@ def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
 
     for epsilon, training_sum in ((0.0, plain_sum), (0.1, smoothed_sum)):
         smooth_config = tiny(model=model_fields, train={'label_smoothing': epsilon})
-        # What a step minimizes is the logged loss, as there is no z-loss.
+        # Without z-loss, a step minimizes the loss that it logs.
         minimized, logged_loss = step.objective(smooth_config, params, batch)
         np.testing.assert_allclose(minimized, training_sum, rtol=1e-5)
         np.testing.assert_allclose(logged_loss, training_sum, rtol=1e-5)
@@ -359,10 +356,10 @@ KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
 
 @pytest.mark.parametrize(('kernel', 'chunk'), slow_except([('einsum', 5)], KERNELS_AND_CHUNKS))
 def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, chunk):
-    """A step minimizes the loss plus the z-loss, z_loss times the mean of (log Z)^2.
+    """A step minimizes the loss plus the z-loss, which is z_loss * mean((log Z)^2).
 
-    Z is the sum of exp(logits) at a target. The rule holds for each kernel of attention. Logits are
-    computed for `chunk` positions at a time, or for all of a row.
+    Z is the sum of exp(logits) at a target. `chunk` is the number of positions whose logits are
+    computed at a time. None computes all positions at once.
     """
     z_loss = 0.5
     model = {'num_layers': 1, 'kernel': kernel}
@@ -387,7 +384,7 @@ def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, ch
     penalty, penalty_grads = jax.value_and_grad(mean_penalty)(params)
     penalized_loss, penalized_grads = step.gradients(penalized, params, batch)
 
-    # The penalty is so large that it would be seen in the loss.
+    # The penalty is large, so the logged loss would differ if it included the penalty.
     assert penalty > 0.1 * loss
     assert_close(penalized_loss, loss, 1e-5)
     sum_of_grads = jax.tree.map(jnp.add, grads, penalty_grads)
@@ -416,10 +413,10 @@ def gradient(config, params, batch):
 
 @pytest.mark.parametrize('compute', [gradient, trials.row_sums])
 def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
-    """With train.logits_chunk, only the logits of that many positions are in memory at a time.
+    """With train.logits_chunk=3, only the logits of 3 positions are in memory at a time.
 
-    `gradient` is what a training step computes, and `row_sums` what an evaluation computes. A batch
-    has B = 4 rows of T = 16 positions. Their logits of V = 8192 tokens take most of the memory.
+    A training step computes `gradient`, and an evaluation `row_sums`. The logits [B, T, V] take
+    most of the memory.
     """
     rng = np.random.default_rng(0)
     params = params_of(tiny(model=LARGE_VOCABULARY))
@@ -430,7 +427,7 @@ def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     }
 
     def result_and_memory(logits_chunk):
-        """What `compute` returns, and the bytes of the temporary arrays of its program."""
+        """Returns the result of `compute`, and the bytes of temporary arrays of its program."""
         train = {'logits_chunk': logits_chunk, 'label_smoothing': 0.1, 'z_loss': 1e-2}
         config = tiny(model=LARGE_VOCABULARY, train=train)
         compiled = jax.jit(functools.partial(compute, config)).lower(params, batch).compile()
@@ -443,14 +440,14 @@ def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     bytes_per_number = 4
     bytes_of_logits = bytes_per_number * B * T * V
     assert memory_of_whole > bytes_of_logits
-    # A chunk holds 3/16 of the logits, and of their gradient.
+    # A chunk has 3/16 of the logits. The bound of 1/2 leaves room for other arrays.
     assert memory_of_chunks < memory_of_whole / 2
 
 
 def test_no_device_holds_the_whole_vocabulary(tiny):
-    """The embedding splits V over fsdp and tensor; logits split V over tensor, rows over fsdp.
+    """The mesh axes fsdp and tensor split the embedding along V, the number of tokens.
 
-    V = 8192 is the number of tokens. The mesh has 2 devices along fsdp times 2 along tensor.
+    Logits [B, T, V] are split along B by fsdp, and along V by tensor. Both mesh axes have size 2.
     """
     config = tiny(model=LARGE_VOCABULARY, train={'accumulation': 1})
     mesh = sharding.make_mesh(MeshConfig(fsdp=2, tensor=2))
@@ -458,14 +455,14 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
 
     compiled = program.lower(config, 'vmap', mesh, state, hyper, batch).compile()
 
-    # The state, the first output, stays on the devices where it was before the step.
+    # The first output is the new state. It has the shardings of the state before the step.
     leaves = jax.tree.leaves(state)
     output_shardings = jax.tree.leaves(compiled.output_shardings[0])
     for leaf, output_sharding in zip(leaves, output_shardings, strict=True):
         assert output_sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
-    # The sizes of all axes in the program, which is that of one device. The text of the program has
-    # the shapes of arrays, as in f32[2,4,16].
+    # Collect the sizes of all axes in the program of one device. Its text shows an array of shape
+    # [2, 4, 16] as f32[2,4,16].
     text = compiled.as_text()
     sizes = set()
     for shape in re.findall(r'f32\[([\d,]+)\]', text):
@@ -474,10 +471,10 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
     assert V // 2 in sizes  # of the logits
     assert V not in sizes
 
-    # Each device has the logits of both trials for half of the rows and half of V.
+    # A device holds the logits of 2 trials, for half of the rows and half of V.
     num_rows = config.train.batch_size
     assert f'f32[2,{num_rows // 2},{T},{V // 2}]' in text
-    assert f'{num_rows},{T},{V // 2}]' not in text  # no device has those of all rows
+    assert f'{num_rows},{T},{V // 2}]' not in text  # the logits of all rows
 
 
 # Checks of settings
@@ -485,15 +482,15 @@ def test_no_device_holds_the_whole_vocabulary(tiny):
 
 @pytest.fixture
 def names_of_checks(monkeypatch):
-    """Returns a list that gets the name of each check of a config.
+    """Returns a list to which each call of a check adds the name of the check.
 
-    '_check_value' is the check of a setting, '_check_circuit' of an attention circuit, and
-    '__post_init__' of an AttentionSpec. The checks work as before.
+    '_check_value' checks a setting, '_check_circuit' an attention circuit, and '__post_init__' an
+    AttentionSpec. The checks work as before.
     """
     names = []
 
     def record_calls(owner, name):
-        """Replaces the function `name` of a module or class by one that also notes its calls."""
+        """Makes the function `name` of a module or class add its name to `names` when called."""
         function = getattr(owner, name)
 
         def recording_function(*arguments, **options):
@@ -512,20 +509,19 @@ def names_of_checks(monkeypatch):
     'changes', [{}, {'kind': 'encoder_decoder'}, {'pattern': 'qk/vo,qk/no_v'}], ids=str
 )
 def test_tracing_a_gradient_does_not_check_a_valid_config_again(names_of_checks, changes):
-    """A config that was found valid is not checked when JAX traces its training step.
+    """A config that was found valid is not checked again when JAX traces its gradient.
 
-    `names_of_checks` is a list that gets the name of each check. '_check_value' is the check of one
-    setting.
+    Each check adds its name to the list `names_of_checks`. '_check_value' checks one setting.
     """
     model = qkattn.ModelConfig(d_model=8, num_heads=2, num_layers=3, context=6, **changes)
     config = qkattn.Config(model=model)
 
     validate(config)
-    # At least the settings of the model were checked. Default sections may have been before.
+    # All settings of the model were checked. Earlier tests may have checked the default sections.
     num_model_settings = len(dataclasses.fields(model))
     assert names_of_checks.count('_check_value') >= num_model_settings
 
-    # Trace the gradient on one microbatch of 2 rows of 6 tokens, without computing anything.
+    # Trace the gradient on one microbatch of 2 rows of 6 tokens. `eval_shape` computes nothing.
     names_of_checks.clear()
     state = jax.eval_shape(functools.partial(step.init_trial, config), jnp.uint32(0))
     tokens_ABT = jax.ShapeDtypeStruct((1, 2, 6), jnp.int32)

@@ -45,16 +45,16 @@ def losses_of_targets(logits_BTV, batch):
 
 
 def expected_metrics(logits_BTV, batch):
-    """Returns the metrics of one trial by name, computed anew from its logits.
+    """Returns the metrics of one trial by name, computed in NumPy from its logits.
 
-    A target is a position with a positive loss weight. Sums and means are over targets.
+    A target is a position with a positive loss weight.
     """
     is_target_BT = batch['loss_weights_BT'] > 0
     targets_BT = batch['targets_BT']
     num_rows = len(targets_BT)
     num_targets = is_target_BT.sum()
 
-    # The standard error takes rows as clusters.
+    # The losses within a row are correlated, so the standard error is computed from sums of rows.
     nats_BT = losses_of_targets(logits_BTV, batch)
     loss = nats_BT[is_target_BT].mean()
     excess_B = nats_BT.sum(-1) - loss * is_target_BT.sum(-1)
@@ -66,7 +66,8 @@ def expected_metrics(logits_BTV, batch):
     three_best_BT3 = np.argsort(logits_BTV)[..., -3:]
     is_in_top_3_BT = (three_best_BT3 == targets_BT[..., None]).any(-1)
 
-    # The calibration error compares confidence and accuracy in ten bins of the confidence.
+    # The confidence is the highest probability. The calibration error is the difference of
+    # confidence and accuracy, computed in each of ten bins of the confidence.
     exp_BTV = np.exp(logits_BTV)
     probabilities_BTV = exp_BTV / exp_BTV.sum(-1, keepdims=True)
     confidence = probabilities_BTV.max(-1)[is_target_BT]
@@ -92,11 +93,11 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
 ):
     """An evaluation has the metrics of `expected_metrics`, without dropout or label smoothing.
 
-    A target is a token that the task has to predict. The probe has tokens that stand for no bytes,
-    so it has no bits per byte. `outside` puts the module `confidence` on the path.
+    The tokens of a probe stand for no bytes, so a probe has no bits per byte. `outside` puts the
+    module `confidence`, with two further metrics, on the path.
     """
     train = {
-        # Batches of 5 rows do not divide the rows, nor chunks of 5 positions a row.
+        # The numbers of rows and of positions in a row are no multiples of 5.
         'batch_size': 5,
         'logits_chunk': 5,
         'accumulation': 1,
@@ -115,7 +116,7 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
 
     evaluation = stack.evaluate('validation')
 
-    # Read all rows at once, as one batch. In evaluations, the random seed of row r is (0, r).
+    # Read all rows as one batch. In an evaluation, the random seed of row r is (0, r).
     row_numbers = pipeline.eval_rows(rows, 'validation', config.data.eval_sequences)
     draws_B2 = np.stack([np.zeros_like(row_numbers), row_numbers], axis=1).astype(np.uint64)
     batch = rows.read('validation', row_numbers, draws_B2)
@@ -143,7 +144,7 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
         bits_per_byte = bits_per_token / bytes_per_token
         assert evaluation.values['bits_per_byte'] == pytest.approx(bits_per_byte)
 
-    # A diverged trial, which is not alive, has no metrics.
+    # A diverged trial, where `alive` is False, has no metrics.
     stack.state['trials']['alive'] = jnp.array([True, False])
     loss_X = stack.evaluate('validation').values['loss']
     assert loss_X[0] == evaluation.values['loss'][0]
@@ -157,18 +158,17 @@ def test_metrics_of_an_evaluation_are_means_over_targets(
 
 
 def induction_of(config, logits_of):
-    """Measures the induction of a stand-in model, which is a function of the tokens.
+    """Measures the induction of two trials that share one stand-in model.
 
-    Induction is how well a model predicts the second copy of a sequence of random tokens. The model
-    takes the place of the two trials of the config.
+    Induction is how well a model predicts the second copy of a sequence of random tokens.
 
     Args:
         config: The settings of a run of two trials.
-        logits_of: Maps tokens_BT to the logits of the next tokens, [B, T, V].
+        logits_of: The model. It maps tokens_BT to the logits of the next tokens, [B, T, V].
 
     Returns:
-        (gain [X], accuracy [X]), or () if the task does not measure induction. The gain is the
-        loss on the first copy minus the loss on the second copy.
+        (gain [X], accuracy [X]) of the X = 2 trials, or () if the task does not measure induction.
+        The gain is the loss on the first copy minus the loss on the second copy.
     """
 
     class StackOfTwo(Stack):
@@ -194,35 +194,36 @@ def config(request, tiny):
 
 
 def test_a_model_that_copies_gains_on_the_second_copy(config):
-    """Gain is the loss on the first copy minus the loss on the second copy.
+    """A model that copies predicts the second of two copies, but not the first.
 
-    Induction is measured on windows that hold a sequence of random tokens twice.
+    Each window holds a sequence of random tokens twice. The gain is the loss on the first copy
+    minus the loss on the second copy.
     """
     length_of_copy = (config.model.context + 1) // 2
 
     def logits_of_copying(tokens_BT):
-        """Predicts the token after the same place in the first copy, by a logit of 5."""
+        """Gives a logit of 5 to the token that follows in the first copy."""
         predicted_BT = np.roll(tokens_BT, length_of_copy - 1, axis=1)
-        # In the first copy it predicts token 0, which never occurs.
+        # In the first copy, it predicts token 0, which never occurs.
         predicted_BT[:, : length_of_copy - 1] = 0
         is_predicted_BTV = predicted_BT[..., None] == np.arange(256)
         return np.where(is_predicted_BTV, np.float32(5), np.float32(0))
 
     gain_X, accuracy_X = induction_of(config, logits_of_copying)
 
-    # At each position, one logit is 5 and the others are 0. The logit of the target is 0 in the
-    # first copy and 5 in the second. So the losses differ by 5.
+    # One logit is 5 and the others are 0, so log Z is the same everywhere. The loss is log Z - 0 in
+    # the first copy and log Z - 5 in the second.
     np.testing.assert_allclose(gain_X, 5 - 0, rtol=1e-5)
-    # Accuracy is that on the second copy, for each of the two trials.
+    # In both trials, every token of the second copy is predicted.
     np.testing.assert_allclose(accuracy_X, [1, 1])
 
 
 def test_a_model_that_does_not_read_its_window_gains_nothing(config):
-    """If a model always predicts the same token, both copies have the same loss.
+    """A model that always predicts the same token has the same loss on both copies.
 
-    Induction is measured on windows that hold a sequence of random tokens twice.
+    Each window holds a sequence of random tokens twice.
     """
-    # The targets are all tokens of a sequence but the first.
+    # The targets are all tokens of a sequence except the first.
     sequences_BH = repeats.sequences(rows_of(config))
     targets = sequences_BH[:, 1:]
     tokens, counts = np.unique(targets, return_counts=True)
@@ -233,7 +234,7 @@ def test_a_model_that_does_not_read_its_window_gains_nothing(config):
 
     gain_X, accuracy_X = induction_of(config, lambda tokens_BT: logits_BTV)
 
-    # Both copies have the same targets, so both have the same loss.
+    # The gain is the loss on the first copy minus the loss on the second copy.
     np.testing.assert_allclose(gain_X, [0, 0], atol=1e-6)
     # The model is right wherever the target is the most frequent token.
     frequency = counts.max() / targets.size
@@ -252,9 +253,8 @@ def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
     """Returns an `Evaluation` of X trials with the given metrics. All other metrics are None.
 
     Args:
-        nats_RX: The loss of each row, summed over its targets. By default there is one row, with
-            16 times the metric 'loss'.
-        targets_R: The number of targets in each row. By default there is one row of 16 targets.
+        nats_RX: The sum of losses in each row. By default, there is one row with 16 * loss.
+        targets_R: The number of targets in each row. By default, there is one row of 16 targets.
         **metrics_X: The values of metrics, such as loss=np.array([2.0, 3.0]) for two trials.
     """
     if nats_RX is None:
@@ -273,13 +273,13 @@ def evaluation_of(nats_RX=None, targets_R=(16.0,), **metrics_X):
 def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=None):
     """Returns the results of a run that ended after step 7, one dict per trial.
 
-    Nothing is trained. The evaluations stand for those of the trained models.
+    Nothing is trained. The results are computed from the arguments.
 
     Args:
         config: The settings of the run.
         evaluations: The last `Evaluation` of each split.
         end_metrics: What the task measures when training ends, [X] by field.
-        alive: Whether the losses of each trial were finite in training, which is the default.
+        alive: Whether all losses of each trial were finite in training. By default, they were.
         of_corpora: The last `Evaluation` on each further corpus.
     """
     of_corpora = of_corpora or {}
@@ -299,15 +299,15 @@ def results_of(config, evaluations, end_metrics=None, alive=None, of_corpora=Non
 
 
 def test_rows_without_documents_are_grouped_into_128_clusters(tiny):
-    """Rows that belong to no document are grouped: row r is in cluster r modulo 128.
+    """In a task without documents, row r belongs to cluster r % 128.
 
-    The task `recall` makes its rows itself. A cluster without targets is left out.
+    The task `recall` makes its own rows. A cluster without targets is left out.
     """
     config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 300})
-    # 300 rows are evaluated, in 38 batches of 8 rows. The last 4 rows pad the last batch.
+    # 300 rows are evaluated in 38 batches of 8 rows. So 38 * 8 - 300 = 4 rows are padding.
     num_padded_rows = 304
     nats_R = np.arange(float(num_padded_rows))
-    # Each row has two targets. Rows from 256 on have none, nor has cluster 5.
+    # Rows before 256 have two targets each, except rows of cluster 5. Later rows have no targets.
     targets_R = np.full(num_padded_rows, 2.0)
     targets_R[256:] = 0
     targets_R[5::128] = 0
@@ -319,20 +319,20 @@ def test_rows_without_documents_are_grouped_into_128_clusters(tiny):
     clusters_of_split = losses_by_split['test']
 
     clusters = [cluster for cluster in range(128) if cluster != 5]
-    # The losses of a cluster are those of each 128th row, up to row 299.
+    # The loss of a cluster is the sum over every 128th row, up to row 299.
     nats = [sum(nats_R[cluster:300:128]) for cluster in clusters]
     assert clusters_of_split['documents'] == [str(cluster) for cluster in clusters]
-    # Of the first 256 rows, each cluster has two rows of two targets.
+    # Each of the 127 clusters has two rows among the first 256 rows, with two targets each.
     assert clusters_of_split['tokens'] == [2 * 2] * 127
-    # The only trial has one list of losses.
+    # There is one trial, so there is one list of losses.
     assert clusters_of_split['nats'] == [nats]
 
 
 @pytest.fixture
 def result_without_test_split(tiny):
-    """The result of one trial with a validation loss of 2.0, after step 7.
+    """The result of one trial with a validation loss of 2.0 after step 7, without a test split.
 
-    There is no test split. The standard error of the loss is not a number.
+    The standard error of the loss is NaN.
     """
     config = tiny(model={'context': 7}, trials={'seeds': (0,)})
     validation = evaluation_of(loss=np.array([2.0]), loss_se=np.array([np.nan]))
@@ -361,10 +361,9 @@ def test_a_measurement_that_does_not_apply_is_absent(result_without_test_split):
 
 
 def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
-    """A trial diverges by its last step if the evaluation after it has an infinite loss.
+    """A trial has diverged if its evaluation after the last step has an infinite loss.
 
-    The gradient of that step was finite, but the parameters after it are not. `results_of` gives
-    the results of a run of two trials that ended after step 7.
+    `results_of` returns the results of a run of two trials that ended after step 7.
     """
     last_step = 7
     loss_X = np.array([2.0, np.inf])
@@ -380,18 +379,18 @@ def test_a_final_loss_that_is_not_finite_counts_as_a_divergence(tiny):
     assert diverged['status'] == 'diverged'
     assert diverged['diverged_at'] == last_step
 
-    # A diverged trial has no metrics, not even those with a finite value.
+    # A diverged trial has no metrics, although its accuracy is finite.
     for name in ('val_loss', 'test_accuracy', 'val_induction_gain'):
         assert finished[name] is not None
         assert diverged[name] is None
 
 
 def test_a_trial_that_diverged_last_has_no_metrics_on_further_corpora(tiny):
-    """The second trial has diverged, so its loss on the corpus '@train' is left out."""
+    """If a trial has diverged, its finite loss on the corpus '@train' becomes None."""
     two_trials = tiny()
-    # A trial whose last validation loss is infinite counts as diverged.
+    # The second trial has diverged, because its last validation loss is infinite.
     validation = evaluation_of(loss=np.array([2.0, np.inf]))
-    # The loss on '@train' is finite in both trials.
+    # Both trials have a finite loss on '@train'.
     on_train = evaluation_of(loss=np.array([3.0, 4.0]))
 
     finished, diverged = results_of(
@@ -403,11 +402,11 @@ def test_a_trial_that_diverged_last_has_no_metrics_on_further_corpora(tiny):
 
 
 def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
-    """End metrics are what a task measures when training ends, for finished trials only."""
+    """A task measures its end metrics when training ends. A diverged trial has None instead."""
     validation = evaluation_of(loss=np.array([2.0, np.nan]))
     end_metrics = {'val_induction_gain': np.array([1.5, 0.5])}
 
-    # The second trial is not alive: its loss was not finite at an earlier step.
+    # The second trial diverged: `alive` is False, because an earlier loss was not finite.
     finished, diverged = results_of(
         tiny(), {'validation': validation}, end_metrics, alive=[True, False]
     )
@@ -418,10 +417,10 @@ def test_a_trial_that_diverged_earlier_has_no_end_metrics(tiny):
 
 @pytest.mark.slow
 def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outside):
-    """The result of a trial has a metric that a task from outside declares.
+    """The results hold the metric 'nearer', which the task `Ahead` of the module `ahead` declares.
 
-    The task `Ahead` of the module `ahead` is to predict the token after the next one. `Ahead`
-    declares the metric 'nearer': how often the model predicts the next token.
+    In this task, a model predicts the token after the next one. 'nearer' is the fraction of
+    positions where it predicts the next token instead.
     """
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
@@ -433,7 +432,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
         stack, {'validation': validation}, costs={}, provenance={}, diverged_at={}, corpora={}
     )
 
-    # Compute the accuracy on next tokens, which are the targets of language modelling.
+    # Compute how often the models predict the next token, which is the target of `LanguageRows`.
     read_next_tokens = functools.partial(
         pipeline.eval_batches,
         LanguageRows(rows.dataset, rows.length),
@@ -444,7 +443,7 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     accuracy_X = sums['accuracy'].sum(0) / sums['weight'].sum(0)
     assert [result['val_nearer'] for result in by_trial] == accuracy_X.tolist()
 
-    # Language modelling would measure induction. The task replaces its end metrics.
+    # Language modelling measures induction when training ends. `Ahead` measures 'nearer' instead.
     assert 'val_induction_gain' not in by_trial[0]
 
     # The result describes the metric, so it can be read without the module of the task.
