@@ -37,7 +37,7 @@ def array_of(dtype: str, seed: int = 0, shape=(2, 16, 32)) -> np.ndarray:
 
 
 def state_of(step: int) -> dict:
-    """A train state with an array of each dtype, with other values at each step."""
+    """Returns a train state with an array of each dtype, whose values depend on the step."""
     params = {dtype: jnp.asarray(array_of(dtype, step)) for dtype in DTYPES}
     alive_X = params['bool'][:, 0, 0]
     params['b_XF'] = params['float32'][:, 0]
@@ -47,10 +47,10 @@ def state_of(step: int) -> dict:
 def target_on(**axes: int) -> dict:
     """Returns the shapes, dtypes and shardings with which `state_of` is restored onto a mesh.
 
-    Arrays of each number of dimensions are split in another way.
+    The sharding of an array depends on its number of dimensions.
 
     Args:
-        **axes: The sizes of mesh axes, as in target_on(data=2, tensor=4). Others have size 1.
+        **axes: The sizes of mesh axes, as in target_on(data=2, tensor=4). Other axes have size 1.
     """
     mesh = make_mesh(MeshConfig(**axes))
     spec_by_ndim = {
@@ -109,15 +109,15 @@ def test_a_checkpoint_is_restored_bitwise_on_every_mesh(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, state, state_of(3))
         shardings = jax.tree.map(lambda array: array.sharding, state)
         assert shardings == jax.tree.map(lambda leaf: leaf.sharding, target)
-        # `save` stores RECORD with the arrays, in which training took 2.5 seconds.
+        # `save` stores RECORD with the arrays. In RECORD, training took 2.5 seconds.
         assert record['train_seconds'] == RECORD['train_seconds'] == 2.5
         assert record['format'] == checkpoint.FORMAT
 
 
 def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
-    """A checkpoint of a later version of the program is neither skipped as damaged nor deleted."""
+    """A checkpoint of a later version of qkattn is an error. It is neither skipped nor deleted."""
     save(tmp_path, 4, 8)
-    # Make it look as if a later version had written checkpoint 8, with a field more.
+    # Change checkpoint 8 as if qkattn 0.9.1 had written it, with a new field and no checksum yet.
     path = tmp_path / '8/record/metadata'
     record = json.loads(path.read_text())
     record |= {'format': 3, 'version': '0.9.1', 'more': []}
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
         rf'8 has format 3 of qkattn 0\.9\.1, but this is qkattn {__version__}, which reads '
         r'format 2; use qkattn 0\.9\.1 or later'
     )
-    # The second attempt is refused like the first, because the first changed nothing.
+    # The first attempt changes nothing, so the second attempt is refused, too.
     for _ in range(2):
         with pytest.raises(CheckpointError, match=message):
             restore_newest(tmp_path)
@@ -138,14 +138,14 @@ def test_a_checkpoint_of_a_later_format_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path):
-    """A checkpoint stores the hash of its run's settings. Only a run with this hash restores it."""
+    """A checkpoint is restored only by a run whose settings have the hash in the checkpoint."""
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as saved:
         saved.save(4, state_of(4), RECORD)
 
     message = (
         rf"^{tmp_path}/4 is of a run with another configuration \(config_hash 'abc', not 'def'\)"
     )
-    # The second attempt is refused like the first, because the first changed nothing.
+    # The first attempt changes nothing, so the second attempt is refused, too.
     for _ in range(2):
         with (
             contextlib.closing(Checkpoints(tmp_path, config_hash='def')) as opened,
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path):
         ):
             opened.restore(target_on())
 
-    # Nothing was deleted: the run that saved the checkpoint still restores it.
+    # The run that saved the checkpoint can still restore it.
     assert names_in(tmp_path) == ['4']
     with contextlib.closing(Checkpoints(tmp_path, config_hash='abc')) as opened:
         state, _ = opened.restore(target_on())
@@ -191,11 +191,11 @@ def test_a_checkpoint_with_a_changed_record_is_skipped(tmp_path, caplog, text, c
 
 
 def test_a_checkpoint_with_a_wrong_checksum_is_skipped(tmp_path, monkeypatch, caplog):
-    """Restoring skips a checkpoint with an array that does not fit its checksum."""
+    """A checkpoint is skipped if an array does not have its recorded checksum."""
     save(tmp_path, 4)
 
     def checksums_with_an_error(state):
-        """Replaces `checksums`, which gives a number for each array, and adds 1 to array 1."""
+        """Replaces `checksums`, which returns a number for each array. Adds 1 to number 1."""
         return checksums(state).at[1].add(1)
 
     with monkeypatch.context() as patch:
@@ -204,7 +204,7 @@ def test_a_checkpoint_with_a_wrong_checksum_is_skipped(tmp_path, monkeypatch, ca
 
     state, record = restore_newest(tmp_path)
 
-    # Checkpoint 8 is skipped, so the state and the record are those of step 4.
+    # Checkpoint 8 is skipped, so checkpoint 4 is restored.
     assert int(state['step']) == 4
     assert record['train_seconds'] == RECORD['train_seconds'] == 2.5
     name_of_array_1 = leaf_names(state_of(0))[1]
@@ -219,20 +219,20 @@ def test_stall_seconds_are_summed_over_starts(tmp_path):
         first_start.save(2, state_of(2), RECORD)
     assert 0 < seconds_before_last_save < first_start.stall_seconds
 
-    # A record holds the seconds up to its save, so those of the last save are lost.
+    # A checkpoint holds the seconds before its own save. So the seconds of the last save are lost.
     with contextlib.closing(Checkpoints(tmp_path)) as second_start:
         second_start.restore({})  # reads only the record of the newest checkpoint
         assert second_start.stall_seconds == seconds_before_last_save
 
 
 def test_the_newest_checkpoints_are_kept_when_steps_are_saved_again(tmp_path):
-    """The newest checkpoints stay, also where a step is saved a second time.
+    """With keep=3, the three newest checkpoints are kept, even if a step is saved a second time.
 
-    Checkpoint 5 is damaged, so the run goes on from step 3 and saves step 5 again.
+    Checkpoint 5 is damaged. The run resumes from step 3, so it saves step 5 again.
     """
     num_kept = 3
     save(tmp_path, 3, 5)
-    # The changed text does not fit the checksum of the record, so checkpoint 5 is damaged.
+    # The changed record does not have its checksum, so checkpoint 5 is damaged.
     rewrite(tmp_path / '5/record/metadata', '2.5', '3.5')
 
     with contextlib.closing(Checkpoints(tmp_path, keep=num_kept)) as saved:
@@ -243,14 +243,14 @@ def test_the_newest_checkpoints_are_kept_when_steps_are_saved_again(tmp_path):
         for step in range(4, 10):
             saved.save(step, state_of(step), RECORD)
             directories = list(tmp_path.glob('[0-9]*'))
-            assert len(directories) <= num_kept + 1  # one more while it is written
+            assert len(directories) <= num_kept + 1  # one more, which is still being written
 
-        # Orbax moves replaced checkpoints to `trash` before they are deleted.
+        # Checkpoints are moved to `trash` before they are deleted.
         saved.wait()
         assert not list(tmp_path.glob('trash/*'))
         steps = [int(state['step']) for state, _ in saved.read_undamaged(target_on())]
 
-    # The last saved step is 9. The newest checkpoint comes first.
+    # Checkpoints are read from the newest to the oldest.
     assert steps == [9, 8, 7]
 
 
@@ -289,13 +289,13 @@ def test_a_save_names_a_directory_that_is_gone(saved, tmp_path):
 
 
 def test_a_save_names_a_directory_that_was_replaced(saved, tmp_path):
-    """A failed save says that its directory is gone, even where another has its path.
+    """A save fails if its directory was moved, even if a new directory has the same path.
 
-    `saved` are open `Checkpoints` in the directory run/checkpoints, with a checkpoint of step 1.
+    `saved` is an open `Checkpoints` of the directory run/checkpoints, which holds step 1.
     """
     (tmp_path / 'run').rename(tmp_path / 'moved')
     saved.directory.mkdir(parents=True)
-    # Orbax raises errors of many types. The message does not depend on the type.
+    # Orbax raises errors of many types, here a ZeroDivisionError. All lead to the same message.
     saved._manager.save = Mock(side_effect=ZeroDivisionError)
 
     message = f'^{saved.directory} is gone: it was removed, renamed or unmounted'
@@ -303,7 +303,7 @@ def test_a_save_names_a_directory_that_was_replaced(saved, tmp_path):
         saved.save(2, state_of(2), RECORD)
     saved.close()
 
-    # The checkpoints in the moved directory are as they were.
+    # The moved directory still has its checkpoint.
     assert names_in(tmp_path / 'moved/checkpoints') == ['1']
 
 
@@ -352,10 +352,10 @@ FILES = (
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', FILES)
 def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_path, name, every):
-    """A damaged file in checkpoint 8 leads to checkpoint 4, or to 8 if the file is not needed.
+    """If a file of checkpoint 8 is damaged, checkpoint 4 is restored, or 8 if the file is not read.
 
-    The damages of a file are, for example, that it is empty, cut, or a directory. Quick tests try
-    some of them, the first and each `every`-th of the others.
+    A damaged file is, for example, empty, cut, or a directory. Of all damages, the test tries the
+    first and every `every`-th of the others.
     """
     file = sorted((checkpoints_4_and_8 / '8').glob(name))[0]
     all_damages = list(damages.whole(file.read_bytes()))
@@ -366,7 +366,7 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_pa
 
         state, record = restore_newest(copy)
 
-        # Whichever checkpoint is restored, all its arrays and its record are as they were saved.
+        # The restored checkpoint has the arrays and the record that were saved.
         step = int(state['step'])
         assert step in (4, 8), label
         jax.tree.map(np.testing.assert_array_equal, state, state_of(step))
@@ -374,25 +374,25 @@ def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_pa
 
 
 def fail_to_read(monkeypatch, path: Path, name: str) -> None:
-    """Makes reads of a part of a checkpoint fail, as on a broken disk.
+    """Makes reads of one part of a checkpoint fail, as on a broken disk.
 
     Args:
         monkeypatch: Replaces the functions that read.
         path: The directory of the checkpoint.
-        name: A file in `path`, or 'an array' on a disk, or 'a remote array' on a server.
+        name: A file in `path`, 'an array' on a disk, or 'a remote array' on a server.
     """
     io_error = OSError(errno.EIO, os.strerror(errno.EIO))
     read_regular = files.read_regular
 
     def read_other_files(file: Path, most: int) -> bytes:
-        """Replaces files.read_regular, and fails for the named file only."""
+        """Replaces files.read_regular. Fails only for the named file."""
         if file == path / name:
             raise io_error
         return read_regular(file, most)
 
     def restore_arrays(*_, **__) -> None:
-        """Replaces the function of orbax that reads all arrays of a checkpoint, and fails."""
-        # The message of orbax does not say why. The error that caused it does.
+        """Replaces the function of orbax that reads all arrays of a checkpoint. Always fails."""
+        # As in orbax, the error itself names no reason. The reason is in its cause.
         reason = f'UNKNOWN: w/0: {io_error.strerror}'
         if name == 'a remote array':
             reason = 'UNAVAILABLE: HTTP 503'
@@ -413,10 +413,9 @@ def fail_to_read(monkeypatch, path: Path, name: str) -> None:
     'name', ['metrics/metrics', 'record/metadata', 'state/_METADATA', 'an array', 'a remote array']
 )
 def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, monkeypatch, name):
-    """If the newest checkpoint cannot be read, no older one is restored in its place.
+    """If the system fails to read the newest checkpoint, no older checkpoint is restored.
 
-    A damaged checkpoint would be skipped. A checkpoint that the system fails to read may be
-    undamaged.
+    A damaged checkpoint is skipped. But after a failed read, the checkpoint may be undamaged.
     """
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
 
@@ -426,30 +425,30 @@ def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, mo
         with pytest.raises(ReadError, match=rf'^{path}/8.* cannot be read .*; nothing was changed'):
             restore_newest(path)
 
-    # Nothing was changed, so the next start restores the newest checkpoint.
+    # After the block, reads succeed again, and the newest checkpoint is restored.
     assert names_in(path) == ['4', '8']
     state, _ = restore_newest(path)
     assert int(state['step']) == 8
 
 
 def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(checkpoints_4_and_8, tmp_path):
-    """A start fails if no checkpoint is undamaged, at each attempt, and deletes none of them."""
+    """If all checkpoints are damaged, every start fails, and no checkpoint is deleted."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     for step in ('4', '8'):
-        (path / step / '_CHECKPOINT_METADATA').write_text('3')  # valid are JSON objects
+        (path / step / '_CHECKPOINT_METADATA').write_text('3')  # not a JSON object
 
-    # A process that only reads the checkpoints changes nothing.
+    # With read_only, damaged checkpoints are not renamed.
     with pytest.raises(CheckpointError, match='c/[48] is damaged .*goes on from the checkpoint'):
         Checkpoints(path, read_only=True)
     assert names_in(path) == ['4', '8']
 
-    # The first start renames the damaged checkpoints. The second start finds only the renamed ones.
+    # The first start renames the checkpoints. The second start finds only renamed checkpoints.
     for _ in range(2):
         with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
             restore_newest(path)
         assert names_in(path) == ['4.damaged', '8.damaged']
 
-    # A user restores checkpoint 4 from a copy, which is damaged as well.
+    # A user restores checkpoint 4 from a copy, but the copy is damaged, too.
     shutil.copytree(path / '4.damaged', path / '4')
     with pytest.raises(CheckpointError, match='every checkpoint in .* is damaged'):
         restore_newest(path)
@@ -457,19 +456,19 @@ def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(checkpoints_
 
 
 def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(checkpoints_4_and_8, tmp_path):
-    """A run that goes on deletes old checkpoints while another process reads them."""
+    """A run may delete its old checkpoints while another process reads them."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     with contextlib.closing(Checkpoints(path, read_only=True)) as saved:
-        # The newest checkpoint comes first.
+        # Checkpoint 8 is read first, because it is the newest.
         undamaged = saved.read_undamaged(target_on())
         state, _ = next(undamaged)
         assert int(state['step']) == 8
 
-        # A checkpoint that is deleted before its turn is left out, without an error.
+        # Checkpoint 4 is deleted before it is read, so it is left out without an error.
         shutil.rmtree(path / '4')
         assert list(undamaged) == []
 
-        # The run deletes the other checkpoint, too, so there is none to restore.
+        # Checkpoint 8 is deleted, too, so there is none to restore.
         shutil.rmtree(path / '8')
         assert saved.restore({}) is None
 
@@ -477,25 +476,25 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(checkpoints_4_and_
 def test_a_checkpoint_deleted_while_it_is_opened_is_not_damaged(
     checkpoints_4_and_8, tmp_path, monkeypatch
 ):
-    """Opening reads the metadata of each checkpoint, which a run may delete just before."""
+    """A run may delete a checkpoint just before another process reads its metadata."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     parse_file = checkpoint.parse_file
 
     def delete_checkpoint_4_and_parse(file, schema):
-        """Replaces the function that reads metadata. First it deletes checkpoint 4."""
+        """Replaces `parse_file`, which reads metadata. Deletes checkpoint 4 before."""
         shutil.rmtree(path / '4', ignore_errors=True)
         return parse_file(file, schema)
 
     monkeypatch.setattr(checkpoint, 'parse_file', delete_checkpoint_4_and_parse)
 
-    # Opening would raise an error if checkpoint 4 were taken for damaged.
+    # With read_only, opening a damaged checkpoint raises an error. A deleted one raises none.
     Checkpoints(path, read_only=True).close()
 
 
 def test_an_unfinished_checkpoint_in_a_bucket_is_removed(bucket):
     url = as_path('gs://runs/c')
     save(url, 4, 8)
-    del bucket.buckets['runs']['c/8/commit_success.txt']  # which is written last
+    del bucket.buckets['runs']['c/8/commit_success.txt']  # the last file that a save writes
 
     state, _ = restore_newest(url)
 
@@ -519,7 +518,7 @@ def test_a_checksum_depends_on_every_element_and_its_place(dtype):
     is_zero = array[3, 5] == 0
     changed[3, 5] = 1 if is_zero else 0
 
-    # The first element and one that differs from it change places.
+    # The first element is exchanged with the first that has another value.
     is_different = array != array[0, 0]
     row, column = np.argwhere(is_different)[0]
     exchanged = array.copy()

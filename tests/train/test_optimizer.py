@@ -40,7 +40,7 @@ def optimizer_of(weight_decay=0.0, clip_norm=None, **fields):
 
 
 def take_steps(transform, params, *gradients):
-    """The parameters after a step with each of the gradients."""
+    """Returns the parameters after one step for each of the gradients."""
     state = transform.init(params)
     for grads in gradients:
         updates, state = transform.update(grads, state, params)
@@ -49,7 +49,7 @@ def take_steps(transform, params, *gradients):
 
 
 def params_after_two_steps(transform, other_transform):
-    """The parameters after two steps of each of two optimizers, computed by one program."""
+    """Returns the parameters after two steps of each optimizer. One program computes both."""
 
     @jax.jit
     def with_both(params, *gradients):
@@ -88,9 +88,9 @@ def is_matrix_of_block(path):
 
 
 def test_muon_makes_the_step_of_each_head_near_orthogonal():
-    """All singular values of an orthogonal matrix are equal.
+    """The singular values of an orthogonal matrix are all 1.
 
-    The singular values of a step are 0.7 to 1.2 (Jordan et al. 2024) times 0.2 sqrt(longer side).
+    The singular values of a step are 0.2 * sqrt(longer side) times 0.7 to 1.2 (Jordan et al. 2024).
     """
     muon = optimizer_of(name='muon', weight_decay=0.0)
     params, gradients, _ = params_and_gradients()
@@ -101,15 +101,18 @@ def test_muon_makes_the_step_of_each_head_near_orthogonal():
     for path, step in jax.tree_util.tree_leaves_with_path(steps):
         if not is_matrix_of_block(path):
             continue
+        # The last letters of a name are the axes within a layer, such as D, N and H of w_q_DNH.
         name = path[-1].key
         matrices = step
         if name.endswith(('DNH', 'DKH')):
-            # [layers, D, heads, H] becomes [layers, heads, D, H], with a matrix per head.
+            # These arrays have a matrix [D, H] for each head, so the axis of heads goes first:
+            # [layers, D, heads, H] becomes [layers, heads, D, H].
             matrices = np.moveaxis(step, 2, 1)
+        # An orthogonal matrix has the root mean square 1 / sqrt(longer side). Muon scales it to 0.2.
         longer_side = max(matrices.shape[-2:])
         scale = 0.2 * longer_side**0.5
         singular_values = np.linalg.svd(matrices, compute_uv=False) / scale
-        # The bounds are a little wider than 0.7 and 1.2.
+        # The tested bounds are a little wider than 0.7 and 1.2.
         assert singular_values.min() > 0.6, name
         assert singular_values.max() < 1.25, name
 
@@ -137,7 +140,7 @@ def test_coupled_decay_is_independent_decay_times_the_learning_rate(name):
 
 def test_muon_trains_the_matrices_of_blocks():
     blocks = {'w_mixing_NR': jnp.zeros((5, 2, 3)), 'w_ov_NDE': jnp.zeros((5, 2, 4, 4))}
-    # Axis 0 is that of layers. N of w_ov_NDE is an axis of heads, each with a matrix of its own.
+    # Axis 0 has the layers. Axis 1 of w_ov_NDE has the heads, and each head has its own matrix.
     rows_and_columns = {'w_mixing_NR': ((1,), (2,)), 'w_ov_NDE': ((2,), (3,))}
     assert matrix_axes({'blocks': blocks}) == {'blocks': rows_and_columns}
 
@@ -149,18 +152,19 @@ def test_muon_trains_the_matrices_of_blocks():
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
         # The number of steps makes no difference.
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
-        # The decay lasts from step 4 to step 64. Step 19 is a quarter and step 34 half of the way.
+        # The decay lasts from step 4 to step 64. A quarter of it is over at step 19 = 4 + 60 / 4,
+        # and half of it at step 34 = 4 + 60 / 2. Half-way between 1 and 0.2 is 0.6.
         ('linear', 64, {34: 0.6, 64: 0.2}),
         ('cosine', 64, {19: 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 34: 0.6}),
         ('constant', 64, {34: 1, 64: 1}),
-        # The decay lasts for a quarter of all 64 steps.
+        # The decay lasts for 0.25 * 64 = 16 steps, from step 48 to step 64.
         ('wsd', 64, {4: 1, 48: 1, 56: 0.6, 64: 0.2}),
     ],
 )
 def test_schedules_have_the_expected_fractions(name, num_steps, fraction_by_step):
-    """A schedule gives the fraction of the peak learning rate at each step.
+    """A schedule returns the fraction of the peak learning rate at each step.
 
-    After a warm-up of 4 steps, the fraction is 1. A decay ends at `final_fraction`, here 0.2.
+    After a warm-up of 4 steps, the fraction is 1. A decay ends at final_fraction=0.2.
     """
     config = OptimizerConfig(schedule=name, warmup_steps=4, final_fraction=0.2, decay_fraction=0.25)
     steps = list(fraction_by_step)
@@ -180,10 +184,10 @@ def pytest_generate_tests(metafunc):
 
 
 def test_an_optimizer_keeps_its_contract(outside, optimizer):
-    """An optimizer lowers a loss, leaves frozen parameters alone, and decays only matrices.
+    """An optimizer lowers a loss, does not change frozen parameters, and decays only matrices.
 
-    `optimizer` is a registered name or an import path. The learning rate and the weight decay are
-    arguments of one compiled program.
+    `optimizer` is a registered name or an import path. One compiled program serves all learning
+    rates and weight decays.
     """
     config = OptimizerConfig(name=optimizer, clip_norm=None)
     embedding = jnp.linspace(-1, 1, 12).reshape(4, 3)
@@ -199,7 +203,7 @@ def test_an_optimizer_keeps_its_contract(outside, optimizer):
 
     @jax.jit
     def step(params, state, rate, weight_decay):
-        """Takes a step that minimizes the sum of squares of all parameters but the frozen one."""
+        """Takes a step on the sum of squares of all parameters except the frozen one."""
         grads = jax.tree.map(lambda p: 2 * p, params)
         grads['blocks']['w_frozen_DF'] *= 0
         transform = optimizers.optimizer(config, rate, weight_decay, fraction=fraction_of_schedule)
@@ -208,7 +212,7 @@ def test_an_optimizer_keeps_its_contract(outside, optimizer):
 
     def params_after_steps(rate, weight_decay):
         params = initial_params
-        # The state depends neither on the rate nor on the decay, which are 0 here.
+        # The initial state does not depend on the rate and the decay, so both are 0 here.
         state = optimizers.optimizer(config, 0.0, 0.0).init(initial_params)
         for _ in range(num_steps):
             params, state = step(params, state, rate, weight_decay)
@@ -221,7 +225,7 @@ def test_an_optimizer_keeps_its_contract(outside, optimizer):
     assert jnp.sum(params['blocks']['b_in_F'] ** 2) < jnp.sum(bias**2)
     np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
 
-    # With a learning rate of 0, only the decay acts, and only on matrices that are not frozen.
+    # With a learning rate of 0, only the decay changes parameters: matrices that are not frozen.
     weight_decay = 0.1
     params = params_after_steps(rate=0.0, weight_decay=weight_decay)
     factor_per_step = 1 - fraction_of_schedule * weight_decay
@@ -230,15 +234,16 @@ def test_an_optimizer_keeps_its_contract(outside, optimizer):
     np.testing.assert_array_equal(params['blocks']['b_in_F'], bias)
     np.testing.assert_array_equal(params['blocks']['w_frozen_DF'], frozen)
 
-    # Both calls used the same program, with other rates.
+    # Both calls of `params_after_steps` used the same program.
     num_compiled_programs = step._cache_size()
     assert num_compiled_programs == 1
 
 
 def test_a_schedule_keeps_its_contract(outside, schedule):
-    """A schedule warms up to 1 and stays from 0 to 1. A decay ends at final_fraction.
+    """A schedule rises to 1 in the warm-up, stays between 0 and 1, and may decay.
 
-    `schedule` is a registered name or an import path. Its values are fractions of the peak rate.
+    Its values are fractions of the peak learning rate. A decay ends at `final_fraction`. `schedule`
+    is a registered name or an import path.
     """
     num_steps = 60
     config = OptimizerConfig(schedule=schedule, warmup_steps=4, final_fraction=0.1)
@@ -247,10 +252,10 @@ def test_a_schedule_keeps_its_contract(outside, schedule):
     fraction_of_step = optimizers.schedule(config, num_steps)
     fractions = np.asarray(jax.vmap(fraction_of_step)(jnp.arange(num_steps + 1)))
 
-    # A warm-up of 4 steps goes from 1/5 to 4/5. The next step has the full rate.
+    # The steps 0 to 3 of the warm-up have the fractions 1/5 to 4/5. Step 4 has the full rate.
     np.testing.assert_allclose(fractions[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-5)
     assert np.all(fractions >= 0)
-    assert np.all(fractions <= 1 + 1e-6)  # 1 but for rounding
+    assert np.all(fractions <= 1 + 1e-6)  # 1, with room for rounding
     if config.decays:
         np.testing.assert_allclose(fractions[-1], 0.1, rtol=1e-5)
 
@@ -313,10 +318,10 @@ def strange_module(outside):
     ],
 )
 def test_an_invalid_optimizer_or_schedule_is_refused(strange_module, fields, message):
-    """`strange_module` puts a module `strange` on the path, with functions that break rules.
+    """`strange_module` puts the module `strange` on the path, whose functions break the rules.
 
-    Line 4 of the module has the function `fails`, and line 6 `divides_by_zero`. `ends_at_a_third`
-    goes from 1 to 1/3, but `final_fraction` is 0.0 by default.
+    In this module, `fails` is in line 4 and `divides_by_zero` in line 6. `ends_at_a_third` goes
+    from 1 to 1/3, but `final_fraction` is 0.0 by default.
     """
     with refused(message):
         check_optimizer(OptimizerConfig(**fields), num_steps=1000)

@@ -20,10 +20,10 @@ from tests.processes import start_job, wait_for_results
 from tests.runs import SMALL, assert_close, results_of
 from tests.study.test_plan import STUDY
 
-# The program of a process. It trains the runs, and works on the studies, that the lines of a file
-# name. The file is runs1.jsonl in process 1 if there is one, and otherwise runs.jsonl. Results go
-# to a file, because Gloo writes to the standard output. In process 0, `lost` returns True from call
-# LOST_AFTER on; the calls are counted over all runs.
+# The program of each process of a job. Each line of a file names a run to train, or a study to work
+# on. Process 1 reads runs1.jsonl if this file exists. Otherwise, processes read runs.jsonl. Results
+# are written to a file, because Gloo writes to the standard output. Calls of `lost` are counted
+# over all runs. From call LOST_AFTER on, they return True. Only process 0 calls `lost`.
 TRAIN_LINES = """
     import itertools, json, os, sys
     from pathlib import Path
@@ -66,16 +66,16 @@ def start_training_job(
 ):
     """Starts a job of `count` processes that trains `runs` one after another.
 
-    Returns the processes. The job goes on in the background. `results_of_job` waits for it.
+    Returns the processes without waiting for them. `results_of_job` waits until they end.
 
     Args:
         directory: The directory of the job.
-        runs: Pairs of a config, or a study, and its directory.
-        runs_of_process_1: The runs of process 1. By default they are those of process 0.
+        runs: Pairs (config, directory) or (study, directory).
+        runs_of_process_1: The runs of process 1. By default, they are `runs`.
         count: The number of processes, by default 2.
         devices: The number of devices of each process, by default 4.
-        lost_after: The number of a call of `lost`, counted over all runs. From this call on, `lost`
-            says that another job has taken over the run. By default, no run is ever lost.
+        lost_after: From this call on, `lost` says that another job has taken over the run. Calls
+            are counted over all runs. By default, no run is ever lost.
     """
     directory.mkdir(exist_ok=True)
     write_runs(directory / 'runs.jsonl', runs)
@@ -94,7 +94,7 @@ def write_runs(file, runs):
 
 
 def results_of_job(directory, job):
-    """Waits for a job. Returns a list with the results of each run, or its error.
+    """Waits for a job. Returns a list that holds, for each run, its results or its error.
 
     Asserts that all processes have the same results.
 
@@ -134,13 +134,13 @@ def small(tiny):
 def test_two_processes_train_as_one_device_and_refuse_different_settings(small, tmp_path):
     """Two processes train a run together if both have the same settings and directory.
 
-    The job is given five runs. The first is trained. The second is the same, so its results are
-    read. The others are refused.
+    The job has five runs. The first is trained, and the second reads its results again. The other
+    three are refused.
     """
     short = {'accumulation': 1, 'num_steps': 4}
     config = small({'data': 2, 'tensor': 2}, short)
     other_steps = small(train={'num_steps': 9})
-    two_devices = small({'data': 2})  # the job has four
+    two_devices = small({'data': 2})  # the job has 2 processes of 2 devices
 
     job = start_training_job(
         tmp_path / 'job',
@@ -160,17 +160,17 @@ def test_two_processes_train_as_one_device_and_refuse_different_settings(small, 
         ],
         devices=2,
     )
-    # Meanwhile, this process trains the same run on one device.
+    # While the job trains, this process trains the same run on one device.
     train(small({}, short), tmp_path / 'one')
     results = results_of_job(tmp_path / 'job', job)
     first, again, other_settings_error, other_directory_error, idle_devices_error = results
 
-    # The losses of two processes are those of one device, but for rounding.
+    # Two processes have the same losses as one device, up to rounding.
     assert_close(tmp_path / 'two', tmp_path / 'one')
     assert first == results_of(tmp_path / 'two')
     assert again == first
 
-    # provenance.json describes the devices of each start: 2 in each of 2 processes.
+    # provenance.json describes the devices of each start. Two processes of 2 devices have 4.
     provenance = json.loads((tmp_path / 'two/provenance.json').read_text())
     first_start = provenance['starts'][0]
     assert first_start['devices'] == {'platform': 'cpu', 'kind': 'cpu', 'count': 4, 'processes': 2}
@@ -192,9 +192,10 @@ def test_two_processes_train_as_one_device_and_refuse_different_settings(small, 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
-    """Two processes of four devices have the metrics of one process on the same mesh.
+    """Two processes of 4 devices have the same metrics as one process of 8 devices.
 
-    Configs differ in how 8 devices share a run. One diverges, and one translates.
+    The configs split a run over 8 devices in different ways. In one run, trials diverge. Another
+    run is a translation.
     """
     trial_mesh = {'trial': 2, 'data': 4}
     steps_share_a_dispatch = {'steps_per_dispatch': 2, 'log_every': 2}
@@ -207,8 +208,8 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
         'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
         'translates': task('translation', mesh=trial_mesh, train=short),
     }
-    # The lifting 'vmap' computes trials side by side, 'map' one after another, 'auto' the faster
-    # way. Which one that is depends on the machine, so this run is not compared.
+    # The lifting 'vmap' computes trials side by side, and 'map' one after another. 'auto' takes the
+    # faster one. It depends on the machine, so this run is not compared with another.
     auto_lifting = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
 
     runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
@@ -220,7 +221,7 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
 
     for name in configs:
         assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
-    # The run has four trials: two seeds at each of the rates 1e-2 and 1e30.
+    # The run has two seeds at each of the learning rates 1e-2 and 1e30. With 1e30, trials diverge.
     statuses = [result['status'] for result in results_of(tmp_path / 'two/diverges')]
     assert statuses.count('diverged') == 2
 
@@ -235,34 +236,34 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
 
 
 def copy_at_step_4(path, to):
-    """Copies a finished run as it was at step 4, so that it can resume there."""
+    """Copies a finished run without its results and checkpoint 8, so that it resumes at step 4."""
     return shutil.copytree(path, to, ignore=shutil.ignore_patterns('result.json', '8'))
 
 
 @pytest.mark.slow
 def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
-    """A run may resume in a job with another number of processes, and on another mesh.
+    """A run may resume in a job of other processes on another mesh.
 
-    Each run has 8 steps, and checkpoints at the steps 4 and 8.
+    Each run has 8 steps, and saves checkpoints at the steps 4 and 8.
     """
     mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
     config = small(mesh)
     two = tmp_path / 'two'
     one = tmp_path / 'one'
 
-    # Two processes train a run, and then one that is lost in step 7. A run is lost when another job
-    # takes it over. The first run calls `lost` 12 times: after 8 steps, before 2 checkpoints, after
-    # the last step and before the results. The second run calls it after 4 steps, before a
-    # checkpoint, and after 3 steps, which is call 20.
+    # Two processes train a run, and then a second run that is lost after step 7. A run is lost when
+    # another job takes it over. The first run calls `lost` 8 + 2 + 1 + 1 = 12 times: after 8 steps,
+    # before 2 checkpoints, after the last step, and before the results. The second run calls `lost`
+    # 4 + 1 + 3 = 8 times: after 4 steps, before a checkpoint, and after 3 steps.
     runs = [(config, two), (config, tmp_path / 'lost')]
     job = start_training_job(tmp_path / 'job', runs, lost_after=12 + 8)
     train(config, one)
     _, error_of_lost_run = results_of_job(tmp_path / 'job', job)
-    # Process 1 may know it only one step later.
+    # Process 1 may hear of the loss only one step later.
     assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', error_of_lost_run)
     assert [path.name for path in (tmp_path / 'lost/checkpoints').iterdir()] == ['4']
 
-    # The parameters of two processes are those of one process.
+    # Two processes train the same parameters as one process.
     _, _, state = load_stack(two)
     _, _, expected_state = load_stack(one)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, expected_state)
@@ -273,7 +274,7 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
         train(small(other_mesh), path)
         assert_close(path, two)
 
-    # Two processes skip checkpoint 8, from which files of process 1 are missing.
+    # Checkpoint 8 lacks the files that process 1 wrote, so two processes resume from checkpoint 4.
     no_result = shutil.ignore_patterns('result.json')
     damaged = shutil.copytree(two, tmp_path / 'damaged', ignore=no_result)
     for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
@@ -295,27 +296,26 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_complete_a_study_as_one_process_does(small, tmp_path):
-    """A job of two processes trains the runs that one process trains for the same study.
+    """A job of two processes plans and trains the same runs for a study as one process.
 
-    The study compares two variants of attention, with a run for each. A lease is a lock that keeps
-    other workers from training the same run.
+    The study compares two variants of attention, with one run for each variant.
     """
     base = small({'data': 2, 'fsdp': 2, 'tensor': 2})
     study = dataclasses.replace(STUDY, base=base, tolerance=0.1, tuning=TuningConfig())
     two = tmp_path / 'two'
     one = tmp_path / 'one'
 
-    # The second pass over the study finds it complete.
+    # The job works on the study twice. The second time, the study is already complete.
     job = start_training_job(tmp_path / 'job', [(study, two), (study, two)])
     worker.run(study, one)
     returned_paths = results_of_job(tmp_path / 'job', job)
 
-    # Each pass returns the directory of the study. Both studies have the same plan.
+    # Each time, the job returns the directory of the study. Both studies have the same plan.
     assert returned_paths == [str(two), str(two)]
     plan = (two / 'plan.jsonl').read_text()
     assert plan == (one / 'plan.jsonl').read_text()
 
-    # The plan has a line for each run. Both studies have the same metrics, but for rounding.
+    # The plan has a line for each run. Both studies have the same metrics, up to rounding.
     runs = [json.loads(line) for line in plan.splitlines()]
     num_variants = 2
     assert len(runs) == num_variants
@@ -327,6 +327,6 @@ def test_two_processes_complete_a_study_as_one_process_does(small, tmp_path):
     num_trials = 2
     assert num_results == len(runs) * num_trials
 
-    # Each run had a lease, and nobody holds one.
+    # A lease is a lock on a run, which keeps other workers away. Each run had one. None is held.
     assert len(list((two / 'leases').iterdir())) == len(runs)
     assert not leases.holders(two / 'leases')

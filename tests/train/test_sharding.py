@@ -27,18 +27,18 @@ from qkattn.train import sharding
         ('p/w_output_DV', (2, 32, 256), ('trial', None, ('tensor', 'fsdp'))),
         # 50 tokens divide over 2 devices, but not over 4.
         ('p/w_embedding_VD', (2, 50, 32), ('trial', 'fsdp', None)),
-        # A mesh axis splits one of two axes of the same letter.
+        # D and N occur twice each. A mesh axis splits only one of the two.
         (
             'p/blocks/a/w_mix_DNND',
             (2, 3, 8, 4, 4, 8),
             ('trial', None, 'fsdp', 'tensor', None, None),
         ),
-        # D = 33 and N = 3 do not divide over 2 devices, so the head size H is split.
+        # D = 33 and N = 3 do not divide over 2 devices, but the head size H = 8 does.
         ('p/blocks/a/w_q_DNH', (2, 3, 33, 3, 8), ('trial', None, None, None, 'tensor')),
     ],
 )
 def test_an_array_is_split_by_the_letters_of_its_name(path, shape, partition):
-    """The first axis is that of trials, and in `blocks` the second one is that of layers."""
+    """The first axis has the trials. In `blocks`, the second axis has the layers."""
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
     spec = sharding.spec(path, shape, mesh)
     assert tuple(spec) == partition
@@ -47,13 +47,13 @@ def test_an_array_is_split_by_the_letters_of_its_name(path, shape, partition):
 def test_a_parameter_without_letters_of_its_axes_is_logged_once(caplog):
     """The letters at the end of a parameter's name, as in w_q2_DNH, say how to split it.
 
-    The upper case letter in 'Query' makes a name invalid. Such a parameter is split over trials
-    only, and a message says so.
+    The name w_Query_DNH is invalid, because 'Query' has an upper case letter. The parameter is
+    split over trials only, and a message names it.
     """
     caplog.set_level(logging.INFO)
     sharding.say_once.cache_clear()  # forget the messages of other tests
     mesh = sharding.make_mesh(MeshConfig(trial=2, fsdp=2, tensor=2))
-    # The axes are trials, layers, D, N and H.
+    # The sizes of the axes: 2 trials, 3 layers, D = 32, N = 4, H = 8.
     shape = (2, 3, 32, 4, 8)
 
     for _ in range(2):
@@ -63,14 +63,14 @@ def test_a_parameter_without_letters_of_its_axes_is_logged_once(caplog):
     assert tuple(with_letters) == ('trial', None, 'fsdp', 'tensor', None)
     assert tuple(without_letters) == ('trial', None, None, None, None)
 
-    # The only message about a parameter names the invalid one.
+    # In two rounds, there is one message, about the invalid name.
     assert caplog.text.count('params/blocks/a/w_Query_DNH: ') == 1
     assert caplog.text.count('params/') == 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a mesh needs to know of a GPU in a node (`slice_index`) or a TPU (`coords`)."""
+    """A stand-in for a GPU in node `slice_index`, or for a TPU at `coords` in a torus."""
 
     id: int
     slice_index: int = 0
@@ -92,12 +92,12 @@ class Device:
     ids=str,
 )
 def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
-    """Of the mesh axes trial, data, fsdp and tensor, only the outermost one crosses nodes.
+    """Only the outermost mesh axis of a size above 1 crosses nodes.
 
-    Devices that differ in an inner axis are in the same node, as they communicate most. Axes of
-    size 1 do not count.
+    From outermost to innermost, the axes are trial, data, fsdp and tensor. Devices along inner axes
+    communicate most, so they share a node.
     """
-    # Two nodes of four devices, listed in turn.
+    # Two nodes of four devices. Even devices are in node 0 and odd devices in node 1.
     devices = [Device(id=i, slice_index=i % 2) for i in range(8)]
 
     mesh = sharding.make_mesh(mesh_config, devices)
@@ -105,7 +105,7 @@ def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
     assert dict(mesh.shape) == dataclasses.asdict(mesh_config)
     assert {device.id for device in mesh.devices.flat} == set(range(8))
 
-    # An axis crosses nodes if some device along it is not in the node of the first.
+    # An axis crosses nodes if a device along it is in another node than the first device.
     node_of_device = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     axes_across_nodes = []
     for axis, name in enumerate(mesh.axis_names):
@@ -116,9 +116,9 @@ def test_inner_axes_stay_inside_a_node(mesh_config, axis_across_nodes):
 
 
 def test_a_mesh_axis_may_span_a_part_of_a_side_of_the_torus():
-    """TPUs that form a torus of 4 x 4 make a mesh of 8 x 2.
+    """A torus of 4 x 4 TPUs can be a mesh of 8 x 2.
 
-    `jax.make_mesh` refuses this, because it splits a side of the torus in two.
+    `jax.make_mesh` refuses such a mesh, because it splits a side of the torus in two.
     """
     devices = []
     for i in range(16):
@@ -128,7 +128,7 @@ def test_a_mesh_axis_may_span_a_part_of_a_side_of_the_torus():
 
     mesh = sharding.make_mesh(MeshConfig(trial=8, data=2), devices)
 
-    # Each device has one place in the mesh.
+    # Every device is in the mesh.
     assert {device.id for device in mesh.devices.flat} == set(range(16))
 
 
@@ -155,7 +155,7 @@ def test_a_model_that_does_not_fit_into_memory_is_refused():
 
 def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
     """A run is refused if the machine has one byte less than its largest arrays need."""
-    # CONFIG has three trials, 5 steps in a dispatch, and 4 rows of 16 tokens in a batch.
+    # CONFIG has 3 trials and 5 steps per dispatch. A batch has 4 rows of 16 tokens.
     bytes_per_number = 4
     num_trials = 3
     num_parameters = cost.measured(CONFIG.model, 'total')
@@ -167,7 +167,7 @@ def test_parameters_gradients_and_a_batch_have_to_fit_into_memory(monkeypatch):
     batch = steps * num_trials * rows * context * arrays * bytes_per_number
     needed = parameters_and_gradients + batch
 
-    # The memory has `needed` pages of 1 byte.
+    # The machine has as many bytes of memory as are needed: `needed` pages of 1 byte.
     memory = {'SC_PAGE_SIZE': 1, 'SC_PHYS_PAGES': needed}
     monkeypatch.setattr(sharding.os, 'sysconf', memory.__getitem__)
     sharding.require_memory(CONFIG)
@@ -196,19 +196,18 @@ BATCH_CONFIG = dataclasses.replace(
 
 @contextlib.contextmanager
 def as_process_with(device_ids):
-    """In the block, this process acts as if it had only some of the devices of a job.
+    """Makes this process act as if it had only the devices `device_ids` of a job.
 
-    JAX would make a global array of the parts on all devices. Here it is a dict with the part of
-    each device in `device_ids`, by ID.
+    In the block, a placed array is a dict with the part of each of these devices, by ID.
     """
 
     def indices_of_devices(self, shape):
-        """Replaces the method that tells which part each device of this process holds."""
+        """Returns the slice of an array of `shape` that each device of this process holds."""
         indices = self.devices_indices_map(shape)
         return {device: indices[device] for device in indices if device.id in device_ids}
 
     def parts_by_device(shape, array_sharding, part_of_device):
-        """Replaces jax.make_array_from_callback, which calls the callback for all devices."""
+        """Replaces jax.make_array_from_callback. Returns the part of each device, by ID."""
         indices = indices_of_devices(array_sharding, shape)
         return {device.id: part_of_device(index) for device, index in indices.items()}
 
@@ -219,9 +218,9 @@ def as_process_with(device_ids):
 
 
 def shares_read(mesh_config, job):
-    """Whether process p reads row r of the batch of trial x, as an array [p, x, r].
+    """Returns an array [p, x, r]: whether process p reads row r of the batch of trial x.
 
-    `job` has the device IDs of each process. A batch has 16 rows for each of 4 trials.
+    `job` holds the device IDs of each process. Each of 4 trials has 16 rows in a batch.
     """
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
     mesh = sharding.make_mesh(mesh_config)
@@ -243,7 +242,7 @@ MESHES = [OVER_ROWS_AND_TENSOR, OVER_TRIALS_AND_ROWS, OVER_ROWS]
 
 @pytest.mark.parametrize('mesh_config', MESHES, ids=str)
 def test_rows_become_microbatches_in_turn(mesh_config):
-    """Of two microbatches, the first has the even rows of a batch, the second the odd."""
+    """The first of two microbatches has the even rows of a batch, and the second the odd rows."""
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
     mesh = sharding.make_mesh(mesh_config)
     # 3 steps of 4 trials on 16 rows of 5 tokens.
@@ -251,7 +250,7 @@ def test_rows_become_microbatches_in_turn(mesh_config):
 
     placed = sharding.place_batch(config, mesh, {'tokens': batch})['tokens']
 
-    # Axis 2 of the placed batch is that of microbatches.
+    # Axis 2 of the placed batch has the microbatches.
     np.testing.assert_array_equal(placed[:, :, 0], batch[:, :, 0::2])
     np.testing.assert_array_equal(placed[:, :, 1], batch[:, :, 1::2])
 
@@ -259,9 +258,9 @@ def test_rows_become_microbatches_in_turn(mesh_config):
 @pytest.mark.parametrize('job', JOBS)
 @pytest.mark.parametrize('mesh_config', MESHES, ids=str)
 def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
-    """Each device gets the same part of a batch, whether one or several processes read it.
+    """A device gets the same part of a batch, whether one or several processes read the batch.
 
-    `job` has the device IDs of each process. Inside `as_process_with`, a placed array is a dict
+    `job` holds the device IDs of each process. Inside `as_process_with`, a placed array is a dict
     with the part of each device, by ID.
     """
     config = dataclasses.replace(BATCH_CONFIG, mesh=mesh_config)
@@ -270,7 +269,7 @@ def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
     train_batch = np.random.default_rng(0).integers(0, 99, (3, 4, 16, 5), np.int32)
     eval_batch = np.random.default_rng(1).integers(0, 99, (16, 5), np.int32)
 
-    # Each process makes the parts of its own devices from the rows that it reads.
+    # Each process reads its share of rows, and makes the parts of its own devices.
     train_parts = {}
     eval_parts = {}
     for device_ids in job:
@@ -284,7 +283,7 @@ def test_processes_make_the_arrays_that_one_process_makes(mesh_config, job):
             local_eval_batch = {'tokens': eval_batch[eval_rows]}
             eval_parts |= sharding.place_rows(config, mesh, local_eval_batch)['tokens']
 
-    # One process reads everything. The shards of an array are the parts of its devices.
+    # One process reads all rows. Each shard of its array must equal the part of the same device.
     train_array = sharding.place_batch(config, mesh, {'tokens': train_batch})['tokens']
     eval_array = sharding.place_rows(config, mesh, {'tokens': eval_batch})['tokens']
     for shard in train_array.addressable_shards:
@@ -312,15 +311,15 @@ def test_processes_together_read_every_row(mesh_config, job):
 )
 def test_no_row_is_read_twice_if_processes_share_none(mesh_config, job):
     """In these jobs, no two processes have devices that hold the same rows."""
-    # Whether process p reads row r of trial x, [p, x, r].
+    # is_read[p, x, r] says whether process p reads row r of trial x.
     is_read = shares_read(mesh_config, job)
     num_processes_per_row = is_read.sum(axis=0)
     assert (num_processes_per_row == 1).all()
 
 
 def test_a_process_reads_only_the_trials_of_its_devices():
-    """The mesh splits 4 trials into two halves, with a process for each half."""
-    # Whether process p reads row r of trial x, [p, x, r].
+    """The mesh splits 4 trials into two halves. Each process has the devices of one half."""
+    # is_read[p, x, r] says whether process p reads row r of trial x.
     is_read = shares_read(OVER_TRIALS_AND_ROWS, BLOCKS)
     is_trial_read = is_read[:, :, 0]
     assert is_trial_read.tolist() == [
