@@ -16,7 +16,7 @@ PAIRS = [(f'{a} {b}', f'{b} und {a}') for a in NUMBERS for b in ANIMALS]
 
 @pytest.fixture
 def evaluation_only(monkeypatch):
-    """Makes the training step do nothing, so that only the evaluation is compiled."""
+    """Makes the training step do nothing, because compiling a real one takes time."""
 
     def keep_state(state, hyper, batch):
         return state, {}
@@ -49,15 +49,15 @@ def pairs_files(tmp_path_factory):
 def task(tiny, pairs_files, tmp_path_factory):
     """A function that makes a config of a task, as in task('masked', train={...}).
 
-    A task is what a model predicts in its data, by one of these names:
+    The names of tasks, and what a model predicts:
 
     - 'language' and 'separate documents': the next token of a text
     - 'masked': hidden tokens of a text
     - 'translation': the German sentence of a pair in `pairs_files`
     - 'causal probe' and 'labelling probe': artificial tasks without a text
 
-    By default there are 8 steps and two trials. The model has one layer of width 16. A translation
-    is searched with a beam of 2.
+    By default, a run has 8 steps and two trials of a model with one layer of width 16. Translations
+    are searched with a beam of 2.
     """
     translator = {'kind': 'encoder_decoder', 'context': 32, 'source_context': 24}
     pairs = {
@@ -92,7 +92,7 @@ def task(tiny, pairs_files, tmp_path_factory):
             'train': {'num_steps': 8},
             'decode': {'beam': 2},
         }
-        # Fields in `sections` come on top of those above.
+        # Fields in `sections` replace the fields above.
         for section, fields in sections.items():
             settings[section] = settings.get(section, {}) | fields
         return tiny(**settings)

@@ -10,25 +10,24 @@ from qkattn.train.loop import train
 from tests.data.test_token_formats import END, ids_of_documents, write_llm_c
 from tests.runs import SMALL
 
-# The largest difference between losses, which are a few nats. In float32, it comes from sums in
-# another order. In bfloat16, which rounds by up to 2^-9, each device rounds the sum over its own
-# rows. A gradient then differs by about 2^-9 of itself, and a loss by less than two roundings.
+# The largest difference between losses, which are a few nats. In float32, numbers are summed in
+# another order. In bfloat16, each device also rounds the sum over its own rows, by up to 2^-9 of the
+# sum. The bound allows two such roundings: 2 * 2^-9 = 2^-8.
 BOUNDS = {'float32': 1e-5, 'bfloat16': 2**-8}
 
 
 @pytest.fixture
 def config_with_shards(tiny, tmp_path):
-    """A function make(mesh, model, train, ...) that makes a config that uses many features at once.
+    """A function make(mesh, model, train, ...) that makes a config of many features at once.
 
-    The data are many shards of llm.c, files of token ids. By default a run has two trials,
-    rematerialization, and logits in chunks of 8 positions. By default it has 8 steps of 16 rows in
-    2 microbatches.
+    The data are 20 shards, files of token ids in the format of llm.c. By default, a run has two
+    trials, rematerialization, and logits in chunks. It trains 8 steps of 16 rows.
     """
     directory = tmp_path / 'shards'
     ids = ids_of_documents(0, 100)
-    # Only eight different tokens, so that a few steps can learn them.
+    # The data have only eight different tokens, so that a model learns within a few steps.
     ids = np.where(ids == END, END, ids % 8 + 1).astype(np.uint16)
-    # A shard has at most ten rows, and its last document goes on in the next shard.
+    # A shard has at most ten rows. Its last document may continue in the next shard.
     for index, shard in enumerate(np.array_split(ids, 20)):
         write_llm_c(directory / f'part_train_{index:06}.bin', shard)
     write_llm_c(directory / 'part_val_000000.bin', ids[:600])
@@ -49,7 +48,7 @@ def config_with_shards(tiny, tmp_path):
 
 
 def losses_of(run):
-    """The losses of all trials, from each training record and each evaluation, in order."""
+    """Returns the losses of all trials in each training record and each evaluation, in order."""
     losses = []
     for record in read_metrics(run / 'metrics.jsonl'):
         is_training = record['kind'] == 'train'
@@ -58,9 +57,9 @@ def losses_of(run):
 
 
 def assert_close(run, expected, bound):
-    """Asserts that the losses of two runs differ by at most `bound`, and that both runs learn.
+    """Asserts that the losses of two runs differ by at most `bound`, and that they fall.
 
-    A run learns if the loss of every trial falls by more than 0.5 nats.
+    In every trial, the loss falls by more than 0.5 nats.
     """
     losses = losses_of(run)
     expected_losses = losses_of(expected)
@@ -72,7 +71,7 @@ def assert_close(run, expected, bound):
 
 @pytest.mark.slow
 def test_a_bfloat16_run_on_a_mesh_has_the_losses_of_one_device(config_with_shards, tmp_path):
-    """In bfloat16, each device rounds its own sums to 8 bits. So losses agree only to 2^-8."""
+    """In bfloat16, each device rounds its own sums, so losses may differ by up to 2^-8 nats."""
     model = SMALL | {'compute_dtype': 'bfloat16'}
     steps = {'num_steps': 4}
     trials = {'seeds': (0,)}
@@ -91,9 +90,9 @@ def test_a_bfloat16_run_on_a_mesh_has_the_losses_of_one_device(config_with_shard
 def test_a_run_resumed_on_another_mesh_has_the_losses_of_one_device(
     config_with_shards, tmp_path, dtype
 ):
-    """Eight devices have the losses of one device, also if a run resumes on another mesh.
+    """Eight devices have the same losses as one device, even if a run resumes on another mesh.
 
-    BOUNDS has the largest difference of losses by dtype, which is due to rounding.
+    Rounding may change losses by up to BOUNDS[dtype].
     """
     model = {'compute_dtype': dtype, 'biases': True, 'dropout': 0.1}
     one_device = config_with_shards({}, model)
@@ -104,8 +103,8 @@ def test_a_run_resumed_on_another_mesh_has_the_losses_of_one_device(
     train(eight_devices, tmp_path / 'eight')
     assert_close(tmp_path / 'eight', tmp_path / 'one', BOUNDS[dtype])
 
-    # A run of 8 steps has checkpoints of the steps 4 and 8. Without the checkpoint of step 8 and
-    # the results, the copy resumes at step 4.
+    # A run of 8 steps has the checkpoints 4 and 8. The copy has neither checkpoint 8 nor results,
+    # so it resumes at step 4.
     after_step_4 = shutil.ignore_patterns('result.json', '8')
     shutil.copytree(tmp_path / 'eight', tmp_path / 'resumed', ignore=after_step_4)
     train(other_mesh, tmp_path / 'resumed')

@@ -57,10 +57,10 @@ def test_a_size_is_shown_in_the_largest_unit_that_fits(num_bytes, size):
 
 @pytest.fixture(scope='module')
 def describe_run(tiny):
-    """A function that describes a dry run. A dry run compiles a run for a pod, and trains nothing.
+    """A function that describes a dry run, which compiles a run for a pod, but trains nothing.
 
-    The run has one trial, a model of one layer, and 2 steps in a dispatch. By default the pod is
-    'h100-1x8': 1 host of 8 GPUs. Other keyword arguments are sizes of the mesh, as in
+    The run has one trial, a model of one layer, and 2 steps per dispatch. The pod 'h100-1x8' has 1
+    host of 8 GPUs. Further keyword arguments are sizes of mesh axes, as in
     describe_run(data=2, fsdp=4).
     """
 
@@ -69,7 +69,7 @@ def describe_run(tiny):
         train = {'accumulation': 1, 'steps_per_dispatch': 2, 'log_every': 2, 'lifting': 'auto'}
         config = tiny(trials={'seeds': (0,)}, model=model, train=train, mesh=mesh)
         with pytest.MonkeyPatch.context() as patch:
-            # The cache of compiled programs, which a dry run switches off, makes tests fast.
+            # A dry run switches the cache of compiled programs off. Here it stays on, to be fast.
             patch.setattr(dry_run, 'without_cache', contextlib.nullcontext)
             return dry_run.describe(config, pod)
 
@@ -82,9 +82,9 @@ def data_parallel(describe_run):
 
 
 def parameters_per_device(D, N, H, F, V, T, fsdp, tensor):
-    """The number of parameters on a device, of a decoder of one layer with QK-norm.
+    """Returns the number of parameters on each device, for a decoder of one layer with QK-norm.
 
-    The mesh axis fsdp splits the axis D or V of an array. The mesh axis tensor splits N, H, F or V.
+    The mesh axis fsdp splits an array along D or V. The mesh axis tensor splits N, H, F or V.
     """
     both = fsdp * tensor
     attention = 4 * D * N * H / both  # W_Q, W_K, W_V and W_O
@@ -99,7 +99,10 @@ def parameters_per_device(D, N, H, F, V, T, fsdp, tensor):
 
 
 def test_memory_follows_from_the_shardings(describe_run):
-    """The axes data=2, fsdp=2 and tensor=2 of the mesh make 8 devices."""
+    """The memory of a device is computed from the shares that fsdp=2 and tensor=2 leave it.
+
+    The mesh has data=2, fsdp=2 and tensor=2, so 2 * 2 * 2 = 8 devices.
+    """
     model = {
         'd_model': 32,  # D
         'num_heads': 2,  # N
@@ -120,8 +123,8 @@ def test_memory_follows_from_the_shardings(describe_run):
     bytes_of_counters = run.memory['optimizer state'] - bytes_of_moments
     assert 0 <= bytes_of_counters <= 2 * 4
 
-    # The program takes a batch for each of 2 steps. Each batch has 8 rows of 16 tokens.
-    # The rows are split over data and fsdp.
+    # The program takes the batches of 2 steps, of 8 rows of 16 tokens each. Rows are split over
+    # data=2 and fsdp=2.
     num_steps = 2
     rows_per_device = 8 / (2 * 2)
     tokens_per_row = 16
@@ -129,7 +132,7 @@ def test_memory_follows_from_the_shardings(describe_run):
     bytes_per_step = rows_per_device * tokens_per_row * bytes_per_token
     assert run.memory['batch'] == num_steps * bytes_per_step
 
-    # An H100 has 80 GB, far more than this run takes.
+    # An H100 has 80 GB. The run takes far less, so there is no warning.
     assert run.capacity == 80 * 10**9
     assert 'WARNING' not in dry_run.text(run)
 
@@ -141,7 +144,7 @@ def fully_sharded(describe_run):
 
 @pytest.mark.slow
 def test_fsdp_splits_the_state(fully_sharded, data_parallel):
-    """With fsdp=8, each of 8 devices holds an eighth of the parameters, and less of the rest.
+    """With fsdp=8, each of 8 devices holds an eighth of the parameters.
 
     `data_parallel` is a dry run with the mesh data=8, where each device holds all parameters.
     """
@@ -155,9 +158,9 @@ def test_fsdp_splits_the_state(fully_sharded, data_parallel):
 
 @pytest.mark.slow
 def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
-    """Both dry runs split a batch of 8 rows over 8 devices.
+    """Both data=8 and fsdp=8 split a batch of 8 rows over 8 devices, so each computes one row.
 
-    `data_parallel` has the mesh data=8. `fully_sharded` has fsdp=8, which splits parameters, too.
+    fsdp=8 also splits the parameters.
     """
     batch_size = 8
     context = 16
@@ -165,11 +168,11 @@ def test_fsdp_does_not_change_tokens_and_flops(fully_sharded, data_parallel):
     assert run.tokens == batch_size * context
     assert run.flops == data_parallel.flops
 
-    # A token takes about 6 FLOPs per parameter. Each of 8 devices computes one row of the batch.
+    # A token takes about 6 FLOPs per parameter. A row has `context` tokens.
     flops_per_device = 6 * data_parallel.parameters * context
     assert run.flops == pytest.approx(flops_per_device, rel=0.5)
 
-    # The pod has H100s. The seconds of a step are those at their peak rate.
+    # The time of a step is computed for the peak rate of an H100.
     peak_flops_of_h100 = 989e12
     assert run.seconds == pytest.approx(run.flops / peak_flops_of_h100)
 
@@ -183,11 +186,11 @@ def test_a_tpu_slice_is_compiled_by_its_own_compiler(describe_run):
 
 
 def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch):
-    """The page of a dry run warns of too little memory.
+    """The page of a dry run warns if the program does not fit into a device's memory.
 
-    The page also names arrays that cannot be split as preferred.
+    The page also names arrays that are split along another axis than the preferred one.
     """
-    # The program needs more than 300 kB on a device.
+    # The program needs more than 300 kB per device.
     small_chip = dataclasses.replace(CHIPS['h100'], hbm=300_000)
     monkeypatch.setitem(CHIPS, 'h100', small_chip)
 
@@ -197,11 +200,11 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
     assert all(len(line) <= 100 for line in lines)
     assert 'WARNING the program DOES NOT FIT' in page
 
-    # A run with a context of 16 uses the kernel `einsum` for attention.
+    # The context of the run is 16, so attention uses the kernel `einsum`.
     assert 'attention of 16 queries to 16 keys by einsum: contexts are below 256' in lines
 
-    # N = 4 heads cannot be split over 8 devices, but their size H = 8 can. The note may be wrapped
-    # over two lines.
+    # N = 4 heads cannot be split over 8 devices, but the head size H = 8 can. Lines are joined,
+    # because the note may fill two of them.
     page_on_one_line = ' '.join(page.split())
     assert 'N=4 does not divide over tensor=8; split over H' in page_on_one_line
 
@@ -224,16 +227,19 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
     ],
 )
 def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, mesh, pod, message):
-    """A pod such as h100-2x8 has 2 hosts of 8 GPUs. A CPU device stands for each of them."""
+    """A pod needs as many devices as its mesh. h100-1x8 is 1 host of 8 GPUs.
+
+    Each device of a pod is compiled for as one fake CPU device. This process has 8.
+    """
     assert len(jax.devices()) == 8
-    # The refusal comes before `check_parts`, in which a schedule from outside may start JAX.
+    # The refusal comes before `check_parts`, which may run functions from outside the package.
     monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
     with refused(message):
         describe_run(pod, **mesh)
 
 
 def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
-    """A dry run is appended to a CSV file as a row, here twice.
+    """Each call of `append_to_log` appends a row to a CSV file.
 
     `data_parallel` is a dry run of one trial for the pod 'h100-1x8', with the mesh data=8.
     """
@@ -250,7 +256,7 @@ def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
     assert first['compiler'] == run.compiler
     assert first['devices'] == '8'
 
-    # Parameters and AdamW's two moments take 4 bytes each.
+    # The state has 3 numbers of 4 bytes per parameter: the parameter and AdamW's two moments.
     state_gb = 3 * 4 * run.parameters / 1e9
     assert float(first['state_gb']) == pytest.approx(state_gb, rel=1e-3)
     assert float(first['model_tflop']) == pytest.approx(run.flops / 1e12, rel=1e-5)

@@ -24,15 +24,15 @@ pytestmark = pytest.mark.usefixtures('programs_kept')
 
 @pytest.fixture(scope='session')
 def config_with_corpora(small, tmp_path_factory):
-    """A function that makes a config like that of `small_run`, with three further corpora.
+    """A function that makes the config of `small_run` with three further corpora to evaluate on.
 
-    A further corpus is a text on which evaluations of a run measure its models, too. '@test' and
-    '@train' are splits of the run's own data. 'text:PATH' is a file of 4,000 lines.
+    '@test' and '@train' are splits of the run's own data. 'text:PATH' is a file of 4,000 lines.
     """
     path = tmp_path_factory.mktemp('corpus') / 'lines.txt'
     path.write_text(''.join(f'{number} bottles on the wall\n' for number in range(4000)))
 
     def make(**sections):
+        # Fields of `data` in `sections` come on top of the three corpora.
         data = {'evaluate': ('@test', '@train', f'text:{path}')} | sections.pop('data', {})
         return small(data=data, **sections)
 
@@ -51,7 +51,7 @@ def run(config_with_corpora, built_once, tmp_path_factory):
 
 
 def without_corpora(records):
-    """Copies of records without the metrics on further corpora, such as 'loss[@test]'."""
+    """Returns copies of records without metrics on further corpora, such as 'loss[@test]'."""
     copies = []
     for record in records:
         copies.append({name: value for name, value in record.items() if '[' not in name})
@@ -61,8 +61,8 @@ def without_corpora(records):
 def train_with_signal(config, path, signal_at=None):
     """Trains a run and returns the splits that this start evaluates, in order.
 
-    SIGTERM comes when evaluation number `signal_at` of this start begins. The first one has number
-    1. With None, no signal comes.
+    Sends SIGTERM when evaluation number `signal_at` of this start begins. The first evaluation has
+    number 1. With None, no signal is sent.
     """
     splits = []
     eval_batches = pipeline.eval_batches
@@ -83,7 +83,7 @@ def train_with_signal(config, path, signal_at=None):
 def test_each_evaluation_has_the_logged_metrics_on_each_corpus(run):
     records = read_metrics(run.path / 'metrics.jsonl')
     evaluations = [record for record in records if record['kind'] == 'eval']
-    # The run evaluates after each 4th of its 12 steps.
+    # The run has 12 steps and evaluates every 4 steps.
     assert [record['step'] for record in evaluations] == [4, 8, 12]
     for record in evaluations:
         for corpus in run.config.data.evaluate:
@@ -104,7 +104,7 @@ def test_losses_on_a_corpus_change_from_evaluation_to_evaluation(run):
 
 
 def test_the_results_are_those_of_the_last_evaluation(run):
-    """The losses in the results are those of the evaluation after the last step.
+    """The results hold the losses of the evaluation after the last step.
 
     A field such as 'loss[@test]' holds the loss on the further corpus '@test'.
     """
@@ -130,7 +130,7 @@ def test_metrics_on_the_own_test_split_are_the_test_metrics(run):
 
 
 def test_results_describe_the_corpora(run):
-    """A result identifies each further corpus: by name, by fingerprints, by number of tokens.
+    """A result describes each further corpus by its name, fingerprints and number of tokens.
 
     '@test' and '@train' are splits of the run's own data. The third corpus is a text file.
     """
@@ -139,14 +139,14 @@ def test_results_describe_the_corpora(run):
     descriptions = result['data']['evaluate']
     assert len(descriptions) == 3
 
-    # A fingerprint is a hash of a split. '@test' is the test split of the run's own data.
+    # A fingerprint is a hash of a split.
     own_fingerprints = result['data']['fingerprints']
     assert descriptions['@test']['fingerprints'] == {'test': own_fingerprints['test']}
 
     text = run.config.data.evaluate[2]
     assert descriptions[text]['name'] == 'text'
 
-    # The run is evaluated on 8 rows of each corpus. Each token is a target.
+    # An evaluation reads 8 rows of each corpus. Every token is a target.
     rows = 8
     tokens_per_row = 16
     for description in descriptions.values():
@@ -162,15 +162,15 @@ def test_results_have_every_metric_on_each_corpus(run):
 
 
 def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
-    """`run` has the settings of `small_run`, but is evaluated on three further corpora, too."""
+    """`run` has the settings of `small_run`, and three further corpora to evaluate on."""
     assert fingerprint(run.config) != fingerprint(small_run.config)
 
-    # Without fields such as 'loss[@test]', both runs have the same records.
+    # Apart from fields such as 'loss[@test]', both runs have the same records.
     records = read_metrics(run.path / 'metrics.jsonl')
     expected_records = read_metrics(small_run.path / 'metrics.jsonl')
     assert without_times(without_corpora(records)) == without_times(expected_records)
 
-    # The file has the losses on documents of the run's own data.
+    # documents.json has losses on the documents of the run's own data only.
     documents = (run.path / 'documents.json').read_bytes()
     assert documents == (small_run.path / 'documents.json').read_bytes()
 
@@ -185,13 +185,12 @@ def test_further_corpora_change_nothing_else_of_a_run(run, small_run):
 
 
 def test_a_run_stopped_in_the_evaluation_of_a_corpus_resumes_bitwise(run, tmp_path):
-    """A start that SIGTERM stops in an evaluation logs none of it. The next start repeats it all.
+    """If SIGTERM stops an evaluation, it is not logged, and the next start repeats it.
 
-    An evaluation begins with the validation split. Then come the corpora '@test', '@train' and a
-    text.
+    An evaluation reads the validation split, and then the corpora '@test', '@train' and a text.
     """
-    # The first start is stopped on '@test', at step 4. The second one begins with the evaluation
-    # of step 4, and is stopped on the text.
+    # The first start is stopped at step 4, on '@test'. The second start repeats the evaluation of
+    # step 4, and is stopped on the text.
     number_of_test = 2
     number_of_text = 4
     for number in (number_of_test, number_of_text):
@@ -200,10 +199,10 @@ def test_a_run_stopped_in_the_evaluation_of_a_corpus_resumes_bitwise(run, tmp_pa
         last_record = read_metrics(tmp_path / 'metrics.jsonl')[-1]
         assert last_record['kind'] == 'train'
 
-    # The third start completes the run, which has no trace of the signals.
+    # The third start completes the run, which then equals a run without signals.
     splits = train_with_signal(run.config, tmp_path)
 
-    # The split of the text is called validation, like that of the run's own data.
+    # These are the validation split, '@test', '@train', and the validation split of the text.
     assert splits[:4] == ['validation', 'test', 'train', 'validation']
     assert_same_run(tmp_path, run.path)
 
@@ -215,7 +214,7 @@ def test_the_last_evaluation_is_made_again_after_a_resume(run, tmp_path):
 
     results = train(run.config, path)
 
-    # The results are written again. The resumed run equals the run that was not interrupted.
+    # The resumed run writes the same results as the run that was not interrupted.
     assert results == results_of(path)
     assert_same_run(path, run.path)
 
@@ -223,7 +222,7 @@ def test_the_last_evaluation_is_made_again_after_a_resume(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [{'data': 2, 'trial': 2}, {'fsdp': 2, 'tensor': 2}], ids=str)
 def test_corpora_have_the_same_losses_on_a_mesh(run, config_with_corpora, tmp_path, mesh):
-    """Four devices have the losses of one device, but for rounding. `run` used one device."""
+    """Four devices have the same losses as one device, up to rounding. `run` used one device."""
     config = config_with_corpora(mesh=mesh, train={'accumulation': 1})
 
     train(config, tmp_path / 'mesh')
@@ -237,7 +236,7 @@ def test_corpora_have_the_same_losses_on_a_mesh(run, config_with_corpora, tmp_pa
 
 
 def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_path):
-    # With the learning rate 1e30, the losses of the second trial are not finite.
+    # The second trial diverges, because its learning rate is 1e30.
     config = config_with_corpora(trials={'seeds': (0,), 'learning_rates': (1e-2, 1e30)})
 
     finished, diverged = train(config, tmp_path)
@@ -250,14 +249,14 @@ def test_a_diverged_trial_has_no_metrics_on_corpora(config_with_corpora, tmp_pat
 
 
 def test_a_corpus_that_has_changed_is_refused(run, tmp_path, monkeypatch):
-    """A resumed run compares the identity of each corpus with that in its checkpoint."""
+    """A run is not resumed if a corpus differs from its description in the checkpoint."""
     # Without its results, the copy of a finished run resumes from its last checkpoint.
     no_result = shutil.ignore_patterns('result.json')
     path = shutil.copytree(run.path, tmp_path / 'run', ignore=no_result)
     identity = TokenDataset.identity
 
     def changed_identity(dataset):
-        """Replaces TokenDataset.identity, and gives the text file another version."""
+        """Replaces TokenDataset.identity. Gives the text file another version."""
         if dataset.name == 'text':
             return identity(dataset) | {'version': 'other'}
         return identity(dataset)

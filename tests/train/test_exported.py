@@ -35,9 +35,9 @@ def params_of(model: ModelConfig) -> dict:
 
 @pytest.mark.parametrize('place', ['disk', 'bucket'])
 def test_load_returns_what_was_saved(tmp_path, bucket, place):
-    """An export holds the settings and parameters of a model, on disk or in an object store.
+    """An export of a model, on a disk or in a bucket, holds its settings and parameters.
 
-    The fixture `bucket` serves the object store `gs://runs`.
+    The fixture `bucket` serves gs://runs.
     """
     path = str(tmp_path / 'w') if place == 'disk' else 'gs://runs/w'
     params = params_of(MODEL)
@@ -81,10 +81,10 @@ class ContinuedRun:
 
 @pytest.fixture(scope='module')
 def continued(small, small_run, tmp_path_factory):
-    """A `ContinuedRun`: a finished run that started from the last parameters of `small_run`.
+    """A finished run that started from the last parameters of `small_run`.
 
-    The export of these parameters is deleted. Training had the umask 0o077, which gives permissions
-    to the user alone.
+    The export of these parameters is deleted after training. The umask during training was 0o077,
+    so only the user can read the files of the run.
     """
     directory = tmp_path_factory.mktemp('continued')
     model, params = exported.load(small_run.path)
@@ -102,7 +102,7 @@ def continued(small, small_run, tmp_path_factory):
 
 
 def test_training_starts_from_exported_parameters(small_run, continued):
-    """`small_run` started from random parameters, and `continued` from those that it ended with."""
+    """`small_run` started from random parameters. `continued` started where `small_run` ended."""
     random_start_records = read_metrics(small_run.path / 'metrics.jsonl')
     records = read_metrics(continued.path / 'metrics.jsonl')
     # The losses of the first trial at the first step, in nats.
@@ -136,21 +136,21 @@ def test_a_run_resumes_after_its_first_parameters_were_deleted(continued, tmp_pa
 
 
 def test_a_run_without_its_first_parameters_makes_no_directory(continued, tmp_path):
-    """A directory would fix the settings, but the user has to correct train.init_from."""
+    """A run directory would fix train.init_from, which the user still has to correct."""
     with refused('holds neither exported parameters'):
         train(continued.config, tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
 
 def test_the_checkpoint_of_another_run_is_not_loaded(small, small_run, tmp_path):
-    """A checkpoint is loaded only if it has the hash of the directory's settings."""
+    """A checkpoint is loaded only if it has the hash of the settings in the run directory."""
     path = shutil.copytree(small_run.path, tmp_path / 'run')
-    # Replace the settings of the copied run by those of a run with other seeds.
+    # Replace the settings in the copy. The new settings have other seeds.
     other_config = small(trials={'seeds': (5, 7)})
     other_settings = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
     write_json(path / 'config.json', other_settings)
 
-    # The newest checkpoint is that of step 12.
+    # The newest checkpoint has step 12.
     with refused('12 is of a run with another configuration', CheckpointError):
         exported.load(path)
 
@@ -165,7 +165,7 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
         activation='gelu',
         logit_cap=9.0,
         window=3,
-        # The run has d_ff=None, which stands for the same width.
+        # The run has d_ff=None, which means the same width.
         d_ff=config.model.mlp_width,
     )
     exported_params = params_of(exported_model)
@@ -173,11 +173,11 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
 
     loaded_params = InitialParameters(config).load()
 
-    # The parameters have the shapes of the run's model, so they are loaded.
+    # Exported and expected parameters have the same shapes, so loading succeeds.
     jax.tree.map(np.testing.assert_array_equal, loaded_params, exported_params)
 
-    # Each entry is 'field: exported value -> value of the run', in JSON.
-    # d_ff is not listed, because a real difference of widths would show in the shapes.
+    # An entry has the form 'field: exported value -> value of the run'. d_ff is not listed, because
+    # another width would show in the shapes.
     changes = [
         'encoder_variant: "a/b" -> null',
         'cross_variant: "a/b" -> null',
@@ -210,9 +210,9 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
     ],
 )
 def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message):
-    """The parameters of MODEL do not fit a model with one other setting.
+    """The parameters of MODEL do not fit a model where one setting differs.
 
-    MODEL has matrices W_V and tied embeddings. Its 2 layers have width 16, and MLPs of width 64.
+    MODEL has matrices W_V, tied embeddings, 2 layers, d_model=16 and MLPs of width 64.
     """
     other_model = dataclasses.replace(MODEL, **changes)
     with refused(message):
@@ -221,14 +221,14 @@ def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message
 
 @pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
 def test_damaged_files_are_named(tmp_path, name):
-    """Loading an export is refused if one of its two files is damaged in any way.
+    """If one of the two files of an export is damaged, it is not loaded, and the error names it.
 
-    PARAMETERS is the file of arrays. ABOUT is JSON, with settings and checksums.
+    PARAMETERS is the file of arrays. ABOUT is a JSON file of settings and checksums.
     """
     exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
     content = (tmp_path / name).read_bytes()
 
-    # A damage concerns the whole file, such as a missing end, or one bit, or one field.
+    # Damage the whole file, such as by cutting off its end, or one bit, or one field of JSON.
     content_with_flipped_bit = bytearray(content)
     content_with_flipped_bit[-5] ^= 1
     labels_and_damages = [*damages.whole(content), ('one bit', bytes(content_with_flipped_bit))]
@@ -237,7 +237,7 @@ def test_damaged_files_are_named(tmp_path, name):
 
     for label, damaged_content in labels_and_damages:
         damages.replace(tmp_path / name, damaged_content)
-        # The checksum of the JSON file is optional, so a file without it is valid.
+        # The field crc32 of the JSON file is optional.
         if label == '0: without crc32':
             exported.load(tmp_path)
         else:

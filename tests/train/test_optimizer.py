@@ -108,7 +108,7 @@ def test_muon_makes_the_step_of_each_head_near_orthogonal():
             # These arrays have a matrix [D, H] for each head, so the axis of heads goes first:
             # [layers, D, heads, H] becomes [layers, heads, D, H].
             matrices = np.moveaxis(step, 2, 1)
-        # An orthogonal matrix has the root mean square 1 / sqrt(longer side). Muon scales it to 0.2.
+        # An orthogonal matrix has the root mean square 1 / sqrt(longer side). Steps have 0.2.
         longer_side = max(matrices.shape[-2:])
         scale = 0.2 * longer_side**0.5
         singular_values = np.linalg.svd(matrices, compute_uv=False) / scale

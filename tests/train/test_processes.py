@@ -259,7 +259,7 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
     job = start_training_job(tmp_path / 'job', runs, lost_after=12 + 8)
     train(config, one)
     _, error_of_lost_run = results_of_job(tmp_path / 'job', job)
-    # Process 1 may hear of the loss only one step later.
+    # Process 1 may notice this only one step later.
     assert re.fullmatch(f'{tmp_path}/lost was taken over at step [78]', error_of_lost_run)
     assert [path.name for path in (tmp_path / 'lost/checkpoints').iterdir()] == ['4']
 

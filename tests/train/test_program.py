@@ -23,13 +23,13 @@ def lengths_of_loops(jaxpr):
 
 @pytest.mark.parametrize('lifting', ['vmap', 'map'])
 def test_a_single_trial_has_no_axis_in_the_program(lifting):
-    """Mapping a function over a single trial adds neither an axis nor a loop."""
+    """A program of a single trial has neither an axis of trials nor a loop over trials."""
     mesh = sharding.make_mesh(MeshConfig())
     matmul = program.map_over_trials(lambda a, b: a @ b, lifting, mesh)
 
     jaxpr = jax.make_jaxpr(matmul)(jnp.ones((1, 4, 3)), jnp.ones((1, 3, 5))).jaxpr
 
-    # The only product is of [4, 3] and [3, 5], without the leading axis.
+    # The only matrix product is [4, 3] times [3, 5]. The leading axis of size 1 is gone.
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == 'dot_general']
     shapes = [product.outvars[0].aval.shape for product in products]
     assert shapes == [(4, 5)]
@@ -54,8 +54,8 @@ def test_trials_keep_their_order_over_slices_of_the_mesh(lifting):
 def test_the_outermost_loop_is_over_trials_or_steps(tiny, lifting, length_of_outermost_loop):
     """A program takes 3 training steps of 5 trials.
 
-    The lifting 'map' computes one trial after another, each with all its steps. 'vmap' computes a
-    step of all trials side by side, and then the next step.
+    The lifting 'map' computes all steps of one trial before the next trial. 'vmap' computes one
+    step of all trials before the next step.
     """
     three_steps = {'steps_per_dispatch': 3, 'log_every': 3}
     five_trials = {'seeds': (0, 1, 2, 3, 4)}
@@ -77,13 +77,13 @@ def test_auto_measures_both_liftings(small, evaluation_only):
 
 
 def test_auto_keeps_the_faster_lifting(small, tmp_path, monkeypatch, evaluation_only):
-    """With lifting='auto', the first start of a run measures both liftings and keeps the faster.
+    """With lifting='auto', the first start of a run measures both liftings and records the faster.
 
     The lifting 'map' computes trials one after another, 'vmap' side by side. Later starts of the
-    run use the recorded choice, and measure nothing.
+    run read the recorded lifting and measure nothing.
     """
     config = small(train={'lifting': 'auto'})
-    # A step takes 0.2 s with map and 0.1 s with vmap. A third measurement would fail.
+    # The first measurement is 'map' and the second is 'vmap'. A third one would raise an error.
     seconds = iter([0.2, 0.1])
     monkeypatch.setattr(program, 'seconds_per_dispatch', lambda *_: next(seconds))
 
@@ -115,7 +115,7 @@ def test_the_choice_of_a_lifting_is_logged(caplog):
 
 @pytest.fixture
 def log_levels_of_xla(monkeypatch):
-    """A list that gets each level to which the messages of XLA are set. Nothing is really set."""
+    """A list of the levels to which the messages of XLA would be set. No level is really set."""
     levels: list[int] = []
     monkeypatch.delenv('TF_CPP_MIN_LOG_LEVEL', raising=False)
     monkeypatch.setattr(program.utils, 'absl_set_min_log_level', levels.append)
@@ -132,7 +132,7 @@ def test_one_cpu_device_compiles_without_messages_of_xla(log_levels_of_xla):
 
 
 def test_two_devices_compile_with_messages_of_xla(log_levels_of_xla):
-    """They may be messages of the partitioner."""
+    """With two devices, messages may come from XLA's partitioner, so none are hidden."""
     mesh = sharding.make_mesh(MeshConfig(data=2))
     with program._without_slow_compile_notice(mesh):
         assert log_levels_of_xla == []
@@ -146,7 +146,7 @@ def test_two_devices_compile_with_messages_of_xla(log_levels_of_xla):
 def wait(monkeypatch):
     """Returns a function wait(seconds) that moves the clock of `timing` forward.
 
-    The clock otherwise stands still, so a test knows all times exactly. Nothing really waits.
+    Otherwise the clock stands still, so a test knows all times exactly.
     """
     now = 100.0
 
@@ -159,8 +159,8 @@ def wait(monkeypatch):
 
 
 def test_waits_for_inputs_are_counted(wait):
-    """`wait(seconds)` moves the clock, which otherwise stands still."""
-    clock = Clock(record={})  # of a first start, without earlier times
+    """The clock stands still except in `wait(seconds)`."""
+    clock = Clock(record={})  # no times of earlier starts
     num_inputs = 3
 
     def slow_inputs():
@@ -171,7 +171,7 @@ def test_waits_for_inputs_are_counted(wait):
     for _ in clock.inputs(slow_inputs()):
         wait(7)  # training on the input
 
-    # Training time counts from `clock.start`, which is not called here.
+    # Training time would count from `clock.start`, which is not called here.
     assert clock.seconds == {
         'train_seconds': 0,
         'input_seconds': num_inputs * 2,
@@ -180,9 +180,9 @@ def test_waits_for_inputs_are_counted(wait):
 
 
 def test_a_resumed_run_adds_to_its_times(wait):
-    """A clock adds to the times in a checkpoint. The speed is that of this start alone.
+    """Times include the times in the checkpoint. The speed includes only this start.
 
-    `wait` moves the clock by a number of seconds. Logging is a part of training.
+    The clock stands still except in `wait(seconds)`. Training time includes logging.
     """
     clock = Clock({'train_seconds': 40.0, 'logging_seconds': 2.0})
 
@@ -209,18 +209,18 @@ def test_a_resumed_run_adds_to_its_times(wait):
 
 
 def test_a_lap_leaves_out_pauses(wait):
-    """A lap is the speed of training since the lap before, without the time of pauses.
+    """A lap is the speed of training since the last lap. It leaves out pauses.
 
-    `wait` moves the clock by a number of seconds.
+    The clock stands still except in `wait(seconds)`.
     """
-    # The run resumed at step 5. Times before that do not count.
+    # The run resumes at step 5, so these earlier times do not count.
     clock = Clock({'train_seconds': 40.0, 'input_seconds': 3.0}, step=5)
 
     def slow_input():
         wait(1)
         yield
 
-    # The first lap is two steps in 1 + 1 + 2 s. The first second is a wait for input.
+    # The first lap has two steps in 1 + 1 + 2 = 4 s, of which 1 s is a wait for input.
     clock.start()
     next(clock.inputs(slow_input()))
     wait(1)
@@ -232,7 +232,7 @@ def test_a_lap_leaves_out_pauses(wait):
     assert lap.steps_per_second == 2 / 4
     assert lap.input_wait_fraction == 1 / 4
 
-    # The second lap is one step in 2 s, without a wait for input.
+    # The second lap has one step in 2 s, without a wait for input.
     wait(2)
     clock.pause(tokens=0)
     wait(100)
@@ -270,12 +270,12 @@ def names_of_calls(mock):
 def test_the_dispatches_3_to_5_are_traced(
     tmp_path, profiler, caplog, num_dispatches, num_calls_by_dispatch
 ):
-    """A trace begins before dispatch 3 and ends before dispatch 6, or where training ends.
+    """A trace begins before dispatch 3, and ends before dispatch 6 or when training ends.
 
-    A dispatch is a call of the compiled program. `profiler` is a mock of JAX's profiler. Its first
-    call starts the trace, and the second one stops it.
+    A dispatch is a call of the compiled program. `profiler` is a mock of JAX's profiler. Call 1
+    starts the trace, and call 2 stops it.
     """
-    # The number of calls of the profiler, as each dispatch begins.
+    # The number of calls of the profiler before each dispatch.
     num_calls = []
     with Trace(tmp_path) as trace:
         for _ in range(num_dispatches):
@@ -284,7 +284,7 @@ def test_the_dispatches_3_to_5_are_traced(
 
     assert num_calls == num_calls_by_dispatch
     assert names_of_calls(profiler) == ['start_trace', 'stop_trace']
-    # A trace was begun, so there is no warning.
+    # A trace was written, so there is no warning.
     assert 'no trace written' not in caplog.text
 
 
@@ -298,7 +298,7 @@ def test_a_start_of_two_dispatches_has_no_trace(tmp_path, profiler, caplog):
 
 
 def test_a_trace_ends_if_the_run_fails(tmp_path, profiler, caplog):
-    """`profiler` is a mock of JAX's profiler. A trace begins before dispatch 3."""
+    """The trace begins before dispatch 3. `profiler` is a mock of JAX's profiler."""
     with pytest.raises(RuntimeError), Trace(tmp_path) as trace:
         for _ in range(3):
             trace.before_dispatch(None)

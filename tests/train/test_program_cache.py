@@ -16,10 +16,10 @@ from qkattn.train.program_cache import keep_programs, without_cache
 
 @pytest.fixture
 def cache_directory(tmp_path, monkeypatch):
-    """A directory in which JAX is to keep compiled programs.
+    """The directory in JAX_COMPILATION_CACHE_DIR, which does not exist yet.
 
-    The variable JAX_COMPILATION_CACHE_DIR names the directory, which does not exist yet. Programs
-    are kept from the call of `keep_programs` on. After the test, JAX has its settings of before.
+    JAX keeps compiled programs there after a call of `keep_programs`. When a test ends, the
+    settings of JAX's cache are restored.
     """
     options = ('jax_compilation_cache_dir', 'jax_enable_compilation_cache')
     before = {name: getattr(jax.config, name) for name in options}
@@ -34,10 +34,10 @@ def cache_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cache_events():
-    """A list that gets 'cache_hits' for each program that JAX loads from its cache.
+    """A list of what JAX has found when it looked for programs in its cache.
 
-    A program that JAX does not find there, and compiles and keeps, gives 'cache_misses'. While the
-    cache is off, there are no events.
+    'cache_hits' is a program that JAX has loaded. 'cache_misses' is a program that JAX has compiled
+    and kept. While the cache is off, nothing is added.
     """
     events = []
 
@@ -53,7 +53,7 @@ def cache_events():
 
 
 def compile_and_run():
-    """Compiles and runs one program, as a process of its own would."""
+    """Runs a program, which JAX has to compile or load as in a new process."""
     jax.clear_caches()
     return np.asarray(jax.jit(lambda x: jnp.sin(x) * 3)(np.ones(5, np.float32)))
 
@@ -88,7 +88,7 @@ def set_num_cores(monkeypatch, num_cores):
     ],
 )
 def test_environment_variables_name_the_directory(monkeypatch, variables, directory):
-    """Programs are kept by the number of cores, as XLA compiles other programs for each number."""
+    """Each number of cores has its own directory, because XLA compiles other programs for it."""
     set_num_cores(monkeypatch, 3)
     monkeypatch.setenv('HOME', '/home/reader')
     for name in ('JAX_COMPILATION_CACHE_DIR', 'NPROC'):
@@ -100,7 +100,7 @@ def test_environment_variables_name_the_directory(monkeypatch, variables, direct
 
 
 def test_a_program_is_compiled_once_and_then_loaded(cache_directory, cache_events):
-    """`cache_events` gets an event for each program that JAX looks for in its cache."""
+    """Each time JAX looks for a program in its cache, `cache_events` gets an event."""
     keep_programs()
     mode = program_cache.directory().stat().st_mode
     permissions_of_others = mode & 0o77
@@ -129,7 +129,7 @@ def test_a_damaged_program_is_compiled_again(cache_directory):
 
 
 def test_programs_for_other_cores_are_not_loaded(cache_directory, cache_events, monkeypatch):
-    """XLA compiles other programs for another number of cores. JAX would not tell them apart."""
+    """XLA compiles other programs for another number of cores, but JAX gives both the same key."""
     keep_programs()
     compile_and_run()
 
@@ -142,20 +142,20 @@ def test_programs_for_other_cores_are_not_loaded(cache_directory, cache_events, 
 
 
 def test_without_cache_programs_are_neither_loaded_nor_kept(cache_directory, cache_events):
-    """In a block `without_cache`, JAX compiles a program without a look into its cache.
+    """In a block `with without_cache()`, JAX does not use its cache.
 
-    `cache_events` gets an event for each program that JAX looks for there.
+    Each time JAX looks for a program in its cache, `cache_events` gets an event.
     """
     keep_programs()
     with without_cache():
         compile_and_run()
     assert cache_events == []
 
-    # The program of the block was not kept, so it is compiled again. Then it is kept.
+    # The program was not kept in the block, so it is compiled again, and now it is kept.
     compile_and_run()
     assert cache_events == ['cache_misses']
 
-    # The kept program is not loaded.
+    # In a second block, the kept program is not loaded.
     with without_cache():
         compile_and_run()
     assert cache_events == ['cache_misses']
@@ -169,7 +169,7 @@ def test_a_user_can_switch_the_cache_of_jax_off(cache_directory, cache_events):
 
 
 def assert_no_programs_are_kept(cache_directory, cache_events, caplog):
-    """Asserts that `keep_programs` turns the cache off, and warns of the directory."""
+    """Asserts that `keep_programs` turns the cache off, with a warning that names the directory."""
     cache_events.clear()
     keep_programs()
     compile_and_run()
@@ -190,7 +190,7 @@ def test_a_directory_that_others_can_write_to_keeps_no_programs(
     """Programs in the directory are executed, so nobody else may put one there."""
     keep_programs()
     compile_and_run()
-    # The group can write to it, as Kubernetes leaves a volume with an fsGroup.
+    # The group may write to the directory. Kubernetes gives volumes with an fsGroup this mode.
     program_cache.directory().chmod(0o2770)
     assert_no_programs_are_kept(cache_directory, cache_events, caplog)
 
@@ -201,17 +201,17 @@ def test_the_directory_of_another_user_keeps_no_programs(
     """Programs in the directory are executed, so nobody else may put one there."""
     keep_programs()
     compile_and_run()
-    # From here on, this process seems to have another user, who did not make the directory.
+    # Pretend that the process now belongs to another user than the directory.
     monkeypatch.setattr(os, 'geteuid', Mock(return_value=os.geteuid() + 1))
     assert_no_programs_are_kept(cache_directory, cache_events, caplog)
 
 
 @pytest.fixture
 def users_cache(cache_directory, tmp_path, monkeypatch):
-    """The cache of a user, which has a limit of 200 bytes, but holds three programs of 100.
+    """The default cache of a user: three programs of 100 bytes, with a limit of 200 bytes.
 
-    'old-cache' was used last at time 5. 'new-cache' was written, and 'used-cache' read, at time 9.
-    Programs are kept elsewhere while JAX_COMPILATION_CACHE_DIR is set.
+    'old-cache' was last used at time 5, and the other two at time 9. This cache is not used while
+    JAX_COMPILATION_CACHE_DIR is set.
     """
     directory = tmp_path / 'qkattn/compiled'
     (directory / '1-cores').mkdir(parents=True)
@@ -236,7 +236,7 @@ def test_the_least_recently_used_programs_are_deleted(users_cache, monkeypatch, 
     monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
     keep_programs()
     assert not caplog.messages
-    # The limit has room for two of the three programs.
+    # The limit of 200 bytes has room for two of the three programs.
     assert names_of_programs(users_cache) == ['new-cache', 'used-cache']
 
 
@@ -258,9 +258,8 @@ def test_a_program_that_another_process_has_just_deleted_is_ignored(
 def test_stages_of_an_arm_share_their_program(small):
     """Runs that differ only in seeds, learning rates and weight decays have the same program.
 
-    An arm is a variant of attention as a study trains it. The stages of an arm are runs that tune
-    these settings, and then runs with fresh seeds. Seeds, rates and decays are arguments of the
-    program.
+    These settings are arguments of the program. A study first tunes them for a variant of
+    attention, and then trains the variant with fresh seeds.
     """
 
     def program_text(**trials):
