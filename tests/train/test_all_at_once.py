@@ -10,9 +10,9 @@ from qkattn.train.loop import train
 from tests.data.test_token_formats import END, ids_of_documents, write_llm_c
 from tests.runs import SMALL
 
-# The largest difference between losses, which are a few nats. In float32, numbers are summed in
-# another order. In bfloat16, each device also rounds the sum over its own rows, by up to 2^-9 of the
-# sum. The bound allows two such roundings: 2 * 2^-9 = 2^-8.
+# The largest difference between losses, which are a few nats. In float32, it comes from sums in
+# another order. In bfloat16, each device also rounds the sum over its own rows. A rounding changes
+# a number by up to 2^-9 of itself. The bound allows two roundings: 2 * 2^-9 = 2^-8.
 BOUNDS = {'float32': 1e-5, 'bfloat16': 2**-8}
 
 

@@ -352,7 +352,7 @@ FILES = (
 @pytest.mark.parametrize('every', damages.SOME)
 @pytest.mark.parametrize('name', FILES)
 def test_a_damaged_file_costs_at_most_its_checkpoint(checkpoints_4_and_8, tmp_path, name, every):
-    """If a file of checkpoint 8 is damaged, checkpoint 4 is restored, or 8 if the file is not read.
+    """If checkpoint 8 has a damaged file, checkpoint 4 is restored, or 8 if the file is not needed.
 
     A damaged file is, for example, empty, cut, or a directory. Of all damages, the test tries the
     first and every `every`-th of the others.

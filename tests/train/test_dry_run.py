@@ -99,7 +99,7 @@ def parameters_per_device(D, N, H, F, V, T, fsdp, tensor):
 
 
 def test_memory_follows_from_the_shardings(describe_run):
-    """The memory of a device is computed from the shares that fsdp=2 and tensor=2 leave it.
+    """A device holds its share of the parameters, of the optimizer state and of the batch.
 
     The mesh has data=2, fsdp=2 and tensor=2, so 2 * 2 * 2 = 8 devices.
     """
@@ -229,10 +229,10 @@ def test_the_page_says_what_does_not_fit_or_falls_back(describe_run, monkeypatch
 def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, mesh, pod, message):
     """A pod needs as many devices as its mesh. h100-1x8 is 1 host of 8 GPUs.
 
-    Each device of a pod is compiled for as one fake CPU device. This process has 8.
+    A fake CPU device stands for each GPU. This process has 8 of them.
     """
     assert len(jax.devices()) == 8
-    # The refusal comes before `check_parts`, which may run functions from outside the package.
+    # The refusal comes before `check_parts`, which may import code that starts JAX.
     monkeypatch.setattr(dry_run, 'check_parts', lambda *_: pytest.fail('it computes'))
     with refused(message):
         describe_run(pod, **mesh)

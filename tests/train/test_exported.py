@@ -176,8 +176,8 @@ def test_differences_between_the_settings_of_export_and_run_are_logged(small, tm
     # Exported and expected parameters have the same shapes, so loading succeeds.
     jax.tree.map(np.testing.assert_array_equal, loaded_params, exported_params)
 
-    # An entry has the form 'field: exported value -> value of the run'. d_ff is not listed, because
-    # another width would show in the shapes.
+    # The entries are 'field: exported value -> value of the run'. The field d_ff is not listed,
+    # because another width would show in the shapes.
     changes = [
         'encoder_variant: "a/b" -> null',
         'cross_variant: "a/b" -> null',
@@ -221,14 +221,14 @@ def test_parameters_that_do_not_fit_a_model_are_refused_by_name(changes, message
 
 @pytest.mark.parametrize('name', [exported.PARAMETERS, exported.ABOUT])
 def test_damaged_files_are_named(tmp_path, name):
-    """If one of the two files of an export is damaged, it is not loaded, and the error names it.
+    """If one of the two files of an export is damaged, loading fails with its name.
 
     PARAMETERS is the file of arrays. ABOUT is a JSON file of settings and checksums.
     """
     exported.save(tmp_path, MODEL, params_of(MODEL), origin={})
     content = (tmp_path / name).read_bytes()
 
-    # Damage the whole file, such as by cutting off its end, or one bit, or one field of JSON.
+    # A damage changes the whole file, one bit, or one field of the JSON.
     content_with_flipped_bit = bytearray(content)
     content_with_flipped_bit[-5] ^= 1
     labels_and_damages = [*damages.whole(content), ('one bit', bytes(content_with_flipped_bit))]

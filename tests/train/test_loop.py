@@ -371,8 +371,8 @@ def test_a_run_stopped_by_a_signal_resumes_at_the_same_step(small_run, tmp_path)
 
 def test_a_lost_run_saves_nothing_more(small_run, tmp_path):
     """A run that another process has taken over writes no more checkpoints, and no results."""
-    # Calls 1 to 4 of `lost` come after the steps 1 to 4, and call 5 before checkpoint 4. Calls 6
-    # to 8 come after the steps 5 to 7.
+    # The first 5 calls of `lost` come after the steps 1 to 4 and before checkpoint 4. Calls 6 to 8
+    # come after the steps 5 to 7.
     with pytest.raises(Lost, match='taken over at step 7'):
         train(small_run.config, tmp_path, lost=lost_at_call(8))
     assert not (tmp_path / 'result.json').exists()
@@ -485,7 +485,7 @@ def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
             file.seek(20)
             file.write(b'9')
 
-    # Calls 1 to 4 of `lost` come after the steps 1 to 4, and call 5 before checkpoint 4. So call 7
+    # The first 5 calls of `lost` come after the steps 1 to 4 and before checkpoint 4. So call 7
     # comes after step 6, when line 1 is already written.
     overwrite_after_step_6 = do_at_call(7, overwrite_a_byte_of_the_first_line)
     with pytest.raises(ConfigError, match=r'metrics\.jsonl, line 1 .*; restore the file from'):
@@ -557,8 +557,8 @@ def diverged_run(config_that_diverges, built_once, tmp_path_factory):
     path = tmp_path_factory.mktemp('diverged') / 'run'
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, 'build', built_once)
-        # Calls 1 to 4 of `lost` come after the steps 1 to 4, call 5 before checkpoint 4, and call 6
-        # after step 5.
+        # The first 5 calls of `lost` come after the steps 1 to 4 and before checkpoint 4. Call 6
+        # comes after step 5.
         with pytest.raises(Lost):
             train(config_that_diverges, path, lost=lost_at_call(6))
         assert saved_steps(path) == [4]
@@ -658,7 +658,7 @@ def test_the_first_bad_step_within_a_dispatch_is_found():
 
 
 def test_a_trial_keeps_the_step_at_which_it_diverged():
-    # The step of trial 2 is None, as in a checkpoint of an earlier version, which had no steps.
+    # Earlier versions did not record the step of a divergence, so the step of trial 2 is None.
     diverged_at = {1: 2, 2: None}
     loss_CX = np.array([[1.0, np.nan, np.nan]] * 3)
     assert with_divergences(diverged_at, loss_CX, last_step=9) == diverged_at

@@ -88,9 +88,9 @@ def is_matrix_of_block(path):
 
 
 def test_muon_makes_the_step_of_each_head_near_orthogonal():
-    """The singular values of an orthogonal matrix are all 1.
+    """The singular values of an orthogonal matrix are all 1. Muon's are 0.7 to 1.2.
 
-    The singular values of a step are 0.2 * sqrt(longer side) times 0.7 to 1.2 (Jordan et al. 2024).
+    The bounds are from Jordan et al. 2024. Muon then scales a step by 0.2 * sqrt(longer side).
     """
     muon = optimizer_of(name='muon', weight_decay=0.0)
     params, gradients, _ = params_and_gradients()
@@ -101,12 +101,12 @@ def test_muon_makes_the_step_of_each_head_near_orthogonal():
     for path, step in jax.tree_util.tree_leaves_with_path(steps):
         if not is_matrix_of_block(path):
             continue
-        # The last letters of a name are the axes within a layer, such as D, N and H of w_q_DNH.
+        # A name ends in the letters of its axes. The axis of layers has no letter.
         name = path[-1].key
         matrices = step
         if name.endswith(('DNH', 'DKH')):
-            # These arrays have a matrix [D, H] for each head, so the axis of heads goes first:
-            # [layers, D, heads, H] becomes [layers, heads, D, H].
+            # These arrays have a matrix [D, H] for each head, of queries (N) or keys and values (K).
+            # So [layers, D, heads, H] becomes [layers, heads, D, H].
             matrices = np.moveaxis(step, 2, 1)
         # An orthogonal matrix has the root mean square 1 / sqrt(longer side). Steps have 0.2.
         longer_side = max(matrices.shape[-2:])
@@ -152,8 +152,8 @@ def test_muon_trains_the_matrices_of_blocks():
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
         # The number of steps makes no difference.
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
-        # The decay lasts from step 4 to step 64. A quarter of it is over at step 19 = 4 + 60 / 4,
-        # and half of it at step 34 = 4 + 60 / 2. Half-way between 1 and 0.2 is 0.6.
+        # The decay lasts from step 4 to step 64. Step 19 = 4 + 60 / 4 is a quarter of the way, and
+        # step 34 = 4 + 60 / 2 is half. The mean of 1 and 0.2 is 0.6.
         ('linear', 64, {34: 0.6, 64: 0.2}),
         ('cosine', 64, {19: 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 34: 0.6}),
         ('constant', 64, {34: 1, 64: 1}),

@@ -253,8 +253,8 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
 
     # Two processes train a run, and then a second run that is lost after step 7. A run is lost when
     # another job takes it over. The first run calls `lost` 8 + 2 + 1 + 1 = 12 times: after 8 steps,
-    # before 2 checkpoints, after the last step, and before the results. The second run calls `lost`
-    # 4 + 1 + 3 = 8 times: after 4 steps, before a checkpoint, and after 3 steps.
+    # before 2 checkpoints, after the last step, before the results. The second run calls `lost`
+    # 4 + 1 + 3 = 8 times: after 4 steps, before a checkpoint, after 3 steps.
     runs = [(config, two), (config, tmp_path / 'lost')]
     job = start_training_job(tmp_path / 'job', runs, lost_after=12 + 8)
     train(config, one)

@@ -220,7 +220,7 @@ def test_a_lap_leaves_out_pauses(wait):
         wait(1)
         yield
 
-    # The first lap has two steps in 1 + 1 + 2 = 4 s, of which 1 s is a wait for input.
+    # The first lap has two steps in 1 + 1 + 2 = 4 s. One second is a wait for input.
     clock.start()
     next(clock.inputs(slow_input()))
     wait(1)

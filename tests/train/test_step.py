@@ -43,7 +43,7 @@ def compiled_functions(model, optimizer, train, lifting):
 
 
 def random_tokens(config):
-    """Random rows of T + 1 tokens for X trials and A microbatches of B rows, [X, A, B, T + 1]."""
+    """Returns random tokens [X, A, B, T + 1] for X trials and A microbatches of B rows."""
     _, X, A, B = sharding.leading_shape(config)
     shape = (X, A, B, config.model.context + 1)
     return np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
@@ -113,7 +113,7 @@ def four_trials(tiny):
 
 @pytest.mark.stored
 def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
-    """The first step of two seeds has the losses and norms in GOLDEN, at the top of this file.
+    """The first step of two seeds has the losses and norms in GOLDEN.
 
     The numbers change if the initialization, the loss, the optimizer or JAX's random bits change.
     The message of the failed test then holds the new numbers.

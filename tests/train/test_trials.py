@@ -36,7 +36,7 @@ RTOL = {
 
 
 def losses_of_targets(logits_BTV, batch):
-    """The losses in nats, [B, T]; 0 at positions without a target."""
+    """Returns the losses in nats, [B, T]. Positions without a target have 0."""
     log_normalizer_BT1 = np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
     targets_BT1 = batch['targets_BT'][..., None]
     logits_BT1 = np.take_along_axis(logits_BTV, targets_BT1, -1)
@@ -66,8 +66,8 @@ def expected_metrics(logits_BTV, batch):
     three_best_BT3 = np.argsort(logits_BTV)[..., -3:]
     is_in_top_3_BT = (three_best_BT3 == targets_BT[..., None]).any(-1)
 
-    # The confidence is the highest probability. The calibration error is the difference of
-    # confidence and accuracy, computed in each of ten bins of the confidence.
+    # The confidence is the highest probability. The calibration error compares confidence with
+    # accuracy in ten bins of the confidence.
     exp_BTV = np.exp(logits_BTV)
     probabilities_BTV = exp_BTV / exp_BTV.sum(-1, keepdims=True)
     confidence = probabilities_BTV.max(-1)[is_target_BT]
