@@ -406,7 +406,7 @@ def train_with_signal(config, path, signal_at: int) -> None:
 
 
 def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path, monkeypatch):
-    """A start that resumes in the middle of an evaluation repeats it before it trains.
+    """If a signal stops an evaluation, the next start repeats the evaluation before it trains.
 
     The run evaluates at the steps 4, 8 and 12. Signals stop the evaluation at step 8 three times.
     """

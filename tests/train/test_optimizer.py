@@ -105,10 +105,10 @@ def test_muon_makes_the_step_of_each_head_near_orthogonal():
         name = path[-1].key
         matrices = step
         if name.endswith(('DNH', 'DKH')):
-            # These arrays have a matrix [D, H] for each head, of queries (N) or keys and values (K).
+            # N and K are axes of heads, and each head has a matrix [D, H].
             # So [layers, D, heads, H] becomes [layers, heads, D, H].
             matrices = np.moveaxis(step, 2, 1)
-        # An orthogonal matrix has the root mean square 1 / sqrt(longer side). Steps have 0.2.
+        # An orthogonal matrix has the root mean square 1 / sqrt(longer side). A step has about 0.2.
         longer_side = max(matrices.shape[-2:])
         scale = 0.2 * longer_side**0.5
         singular_values = np.linalg.svd(matrices, compute_uv=False) / scale
