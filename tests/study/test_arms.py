@@ -121,7 +121,7 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
             },
             "variant 'qk/vo?score_scale=2.0' sets score_scale, which tuning.score_scales tunes",
         ),
-        # Positive controls.
+        # `expected` lists positive controls: arms with the decision that is expected of them.
         (
             {'expected': ('shared_qk/vo is bad',)},
             "expected='shared_qk/vo is bad' must be a variant and a decision",
@@ -133,7 +133,7 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
             "controls.equal_shape and a match) that are compared with 'qk/vo'; they are none",
         ),
         (
-            # A wider MLP costs more, so it has no arm at the same shape.
+            # Only a cheaper variant has an arm at the same shape. A wider MLP costs more.
             {
                 'variants': ('qk/vo', 'qk/vo?d_ff=600'),
                 'tolerance': 1.0,
@@ -144,12 +144,12 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
         # Seeds.
         ({'tuning': TuningConfig(seeds=(1, 2))}, 'trials.seeds share (1, 2, 3)'),
         (
-            # The tuning may draw seeds after 5, such as 7.
+            # With noisy losses, the tuning goes on to the seeds after 5, such as 7.
             {'tuning': TuningConfig(seeds=(5,)), 'trials': {'seeds': (0, 1, 7)}},
             'trials.seeds share (7,)',
         ),
         (
-            # The tuning may draw seeds after 10 and 11, such as 12.
+            # With noisy losses, the tuning goes on to the seeds after 11, such as 12.
             {'controls': ControlsConfig(longer_seeds=(8, 9, 12))},
             'controls.longer_seeds share (12,)',
         ),
@@ -210,9 +210,9 @@ def test_a_wrong_study_with_tuning_is_refused(fields, message):
 
 
 def test_a_variant_from_outside_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
-    """A variant has a score, which compares queries with keys, and a value. Both may be imported.
+    """A variant is written 'score/value'. Here the score is the class Keyless of a module.
 
-    The score Keyless cannot be created with a random key, so the study is refused by name.
+    Keyless.__init__ lacks the argument `key`, the key of JAX's random numbers.
     """
     source = """
 from qkattn.attention.scores.qk import QK
@@ -225,7 +225,6 @@ class Keyless(QK):
     monkeypatch.syspath_prepend(tmp_path)
     study = study_with(UNTUNED, variants=('qk/vo', 'keyless:Keyless/vo'))
 
-    # Scores are created with an argument `key` as well.
     with refused("variants='keyless:Keyless/vo' fails, TypeError in .* argument 'key'"):
         build_arms(study)
 
@@ -240,7 +239,7 @@ def lines_of_match_error(study):
 def test_each_variant_that_no_model_matches_is_named():
     """Arms are widened until they have as many parameters as the baseline, up to a tolerance.
 
-    Without `fill`, d_ff does not make up for the rest, so no width is near enough.
+    With fill=None, d_ff may not absorb what is left, so no d_model is near enough.
     """
     study = dataclasses.replace(
         UNTUNED,
@@ -252,7 +251,7 @@ def test_each_variant_that_no_model_matches_is_named():
 
     lines = lines_of_match_error(study)
 
-    # A line for each variant but the baseline, with its nearest sizes and a remedy.
+    # Each of the two variants has a line with its nearest sizes and a remedy. A last line follows.
     assert len(lines) == 3
     assert lines[0].startswith("variant 'shared_qk/vo' reaches ")
     assert lines[1].startswith("variant 'qk/no_v' reaches ")
@@ -261,8 +260,8 @@ def test_each_variant_that_no_model_matches_is_named():
         assert line.endswith('; choose another size, or a tolerance above 0.001')
 
 
-# Heads are slices of the stream and positions are rotary, so d_model moves in steps of 8: an even
-# head size times 4 heads.
+# Heads are slices of the stream, so d_model = 4 * head_size. Rotary positions need an even head
+# size, so d_model moves in steps of 8.
 ROTARY = study_with(
     UNTUNED,
     model={'num_heads': 4, 'context': 64, 'positions': 'rope', 'activation': 'swiglu'},
@@ -282,10 +281,10 @@ def values_of_flag(line, name):
 
 
 def test_sizes_that_all_arms_fit_are_offered():
-    """The error of a study whose arms cannot all be matched offers settings that fit them all.
+    """If a study has arms that cannot be matched, its error offers settings that fit all arms.
 
-    ROTARY compares four variants at d_model=96. With rotary positions and four heads, d_model moves
-    in steps of 8. For two of the variants, no such d_model is near the baseline's parameters.
+    ROTARY compares four variants at d_model=96, where d_model moves in steps of 8. For two of the
+    variants, no such d_model gives nearly as many parameters as the baseline.
     """
     reason, offer = lines_of_match_error(ROTARY)
 
@@ -297,23 +296,24 @@ def test_sizes_that_all_arms_fit_are_offered():
     )
     assert offer.startswith('all arms match with ')
 
-    # The offer has two other sizes, as flags. With either of them, all four arms can be built.
+    # The offer ends with --config.sizes='("d_model=104",)' or --config.sizes='("d_model=112",)' or
+    # --config.destinations=... Each value is a tuple.
     offered_sizes = values_of_flag(offer, 'sizes')
     assert offered_sizes == [('d_model=104',), ('d_model=112',)]
     for sizes in offered_sizes:
         arms = build_arms(dataclasses.replace(ROTARY, sizes=sizes))
         assert len(arms) == 4
 
-    # It also has another destination, a dimension that grows in place of d_model.
+    # A destination is the dimension that grows in place of d_model.
     (destinations,) = values_of_flag(offer, 'destinations')
     arms = build_arms(dataclasses.replace(ROTARY, destinations=destinations))
     assert len(arms) == 4
 
 
 def test_a_size_that_fits_stays_among_the_offered_sizes():
-    """Of two sizes, one fits all variants that can be built. Only the other one is replaced.
+    """Only the size that does not fit all variants is replaced in the offer.
 
-    The variant merged/vo cannot be built with rotary positions at any size.
+    The variant merged/vo cannot be built with rotary positions, so no offer includes it.
     """
     study = study_with(
         ROTARY,
@@ -323,17 +323,17 @@ def test_a_size_that_fits_stays_among_the_offered_sizes():
 
     lines = lines_of_match_error(study)
 
-    # The second size is too coarse for qk/no_v.
+    # At the second size, the steps of d_model are too large for qk/no_v.
     assert lines[0].startswith("variant 'merged/vo' at 'd_model=104' cannot be built: ")
     assert lines[1].startswith("variant 'qk/no_v' at 'd_model=96&num_layers=1' is -6.80")
 
-    # The last line offers pairs of sizes, and no other destination.
+    # The last line offers two sizes at a time, and no other destination.
     offer = lines[-1]
     assert offer.startswith("all arms but 'merged/vo' match with ")
     assert values_of_flag(offer, 'destinations') == []
     without_merged = dataclasses.replace(study, variants=study.variants[:-1])
     for sizes in values_of_flag(offer, 'sizes'):
-        # The first size stays. The second one has another d_model.
+        # The first size stays. The second size gets another d_model.
         assert sizes[0] == 'd_model=104'
         assert sizes[1].endswith('&num_layers=1')
 
@@ -343,7 +343,7 @@ def test_a_size_that_fits_stays_among_the_offered_sizes():
 
 
 def test_the_destination_d_ff_is_named_where_it_alone_matches_all_arms():
-    """Heads of a given size that are slices of the stream fit one d_model only."""
+    """Heads are slices of the stream here, so head_size=24 fits only d_model = 4 * 24 = 96."""
     study = study_with(ROTARY, model={'head_size': 24}, variants=('qk/vo', 'qk/no_v'))
 
     lines = lines_of_match_error(study)
@@ -377,10 +377,10 @@ def arm_of(arms, variant, control=None):
 
 
 def test_a_cheaper_variant_is_also_an_arm_at_the_same_shape(saving_arms):
-    """A variant is resized to the baseline's parameters, once for each destination.
+    """A variant is resized to the baseline's parameters by d_model in one arm, by d_ff in another.
 
-    The destinations are the dimensions that change: d_model and d_ff. A variant with fewer
-    parameters than the baseline is also an arm with the baseline's widths, 'equal_shape'.
+    A variant with fewer parameters than the baseline also has an arm with the baseline's widths.
+    This arm is the control 'equal_shape'.
     """
     keys = [(arm.key.variant, arm.key.control) for arm in saving_arms]
 
@@ -401,14 +401,14 @@ def test_a_cheaper_variant_is_also_an_arm_at_the_same_shape(saving_arms):
 
 
 def test_a_control_at_the_same_shape_has_the_sizes_of_the_baseline(saving_arms):
-    """The variant qk/no_o lacks the output matrix. Its control keeps the baseline's widths."""
+    """The variant qk/no_o lacks the output matrix, and its control has the baseline's widths."""
     baseline = arm_of(saving_arms, 'qk/vo')
     control = arm_of(saving_arms, 'qk/no_o', control='equal_shape')
 
     for field in ('d_model', 'mlp_width', 'num_heads', 'num_layers'):
         assert getattr(control.model, field) == getattr(baseline.model, field)
 
-    # No dimension grows by what the variant saves, so the control has fewer parameters.
+    # No dimension is widened, so the control has fewer parameters than the baseline.
     assert control.destination is None
     parameters = cost.count(control.model)['total']
     target = cost.count(baseline.model)['total']
@@ -430,7 +430,7 @@ def test_the_table_of_arms_states_the_cost_that_is_equal(saving_arms):
     # The cost 'total' is the number of all parameters.
     assert lines[0] == 'equal: parameters'
 
-    # Below the titles and a line, the first row is the baseline's, which is its own target.
+    # Line 3 is the row of the baseline. Its parameters are the target, so its residual is zero.
     words_of_baseline = lines[3].split()
     parameters = cost.count(baseline.model)['total']
     assert 'qk/vo' in words_of_baseline
@@ -493,17 +493,17 @@ OTHERS = OTHER_SHAPES[1::2] + EVERY_VARIANT
 
 
 def assert_only_widths_differ(matched, config, base):
-    """Asserts that matching has changed d_model and d_ff alone, and the head size if necessary.
+    """Asserts that matching changed only d_model, d_ff and, if necessary, the head size.
 
     Args:
         matched: The matched config.
         config: The config of the variant before matching.
         base: The config of the baseline.
     """
-    # Head sizes move in steps of 1, and of 2 with rotary positions.
+    # Rotary positions need an even head size.
     head_step = 2 if base.positions == 'rope' else 1
 
-    # The head size is d_model / num_heads, rounded where heads do not divide d_model.
+    # If the number of heads does not divide d_model, the head size is rounded.
     d_model = matched.d_model
     head_size = config.head_size
     if head_size is None and d_model % (head_step * base.num_heads) != 0:
@@ -512,7 +512,7 @@ def assert_only_widths_differ(matched, config, base):
         config, d_model=d_model, d_ff=matched.d_ff, head_size=head_size
     )
 
-    # d_ff keeps its ratio to d_model. It also makes up for at most half a step of the heads.
+    # d_ff keeps its ratio to d_model. It also absorbs up to half a step of the head size.
     d_ff_at_ratio = base.mlp_width / base.d_model * d_model
     assert abs(matched.d_ff - d_ff_at_ratio) < 0.2 * head_step * d_model + 0.5
 
@@ -520,9 +520,6 @@ def assert_only_widths_differ(matched, config, base):
 @pytest.mark.parametrize(('base', 'which', 'variant'), QUICK + mostly_slow(OTHERS, every=12))
 def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, variant):
     """A variant gets the d_model at which it costs as much as the baseline.
-
-    d_ff keeps its ratio to d_model. tests/test_results.py compares the widths with those of trained
-    studies.
 
     Args:
         base: Config of the baseline.
@@ -543,7 +540,7 @@ def test_every_variant_is_matched_to_the_cost_of_its_baseline(base, which, varia
     tolerance = 1e-3
     assert abs(cost.measured(matched, which) / target - 1) <= tolerance
 
-    # A variant that saves parameters becomes wider, one that costs some narrower.
+    # A cheaper variant becomes wider. A more costly variant becomes narrower.
     saved = target - cost.measured(config, which)
     if saved > 0:
         assert matched.d_model >= base.d_model
@@ -569,14 +566,17 @@ SHARED_EVERYWHERE = {
 
 @pytest.mark.parametrize(
     # `shape` changes SMALL, which has d_model=96, d_ff=384, two layers and four heads of size 24.
-    # `expected` is what matching changes in the variant.
+    # The model with these changes is the baseline. `which` is the cost that has to be equal.
+    # `expected` lists the fields that matching changes in the variant.
     ('shape', 'variant', 'destination', 'which', 'expected'),
     [
-        # The saved D^2 widens the MLP by half a width: 2 D d_ff = D^2.
+        # With D = d_model, the variant saves D^2 parameters. The MLP has 2 D d_ff parameters, so
+        # d_ff grows by D / 2.
         pytest.param(
             {}, {'score': 'query_free'}, 'd_ff', 'total', {'d_ff': 384 + 96 // 2}, id='d_ff'
         ),
-        # Of the saved D^2 = 4 D H, a fifth head costs 3 D H. The last D H widens the MLP.
+        # With a head size H, the variant saves D^2 = 4 D H. A fifth head costs 3 D H. The rest of
+        # D H widens the MLP by H / 2.
         pytest.param(
             {},
             {'score': 'shared_qk'},
@@ -601,7 +601,7 @@ SHARED_EVERYWHERE = {
             {'num_heads': 6, 'head_size': 24},
             id='query heads grow in steps of the key/value heads',
         ),
-        # Caches are made equal without d_ff.
+        # d_ff does not change the cache, so it cannot absorb a rest.
         pytest.param(
             {},
             {'value': 'k_is_v'},
@@ -683,7 +683,7 @@ def test_a_destination_grows_by_what_the_variant_saves(
 
 
 @pytest.mark.parametrize(
-    # `shape` changes SMALL; `options` are those of `match`.
+    # `shape` changes SMALL, and gives the baseline. `options` are keywords of `match`.
     ('shape', 'variant', 'destination', 'options', 'message'),
     [
         pytest.param(

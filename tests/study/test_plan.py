@@ -36,7 +36,7 @@ GRID = (1e-3, 2e-3, 4e-3)
 def study_with(study=STUDY, **fields):
     """Returns a copy of a study with other fields.
 
-    The fields of a section of the study's config are a dict. For example,
+    A dict replaces fields in a section of the study's config. For example,
     study_with(margin=0.01, trials={'seeds': (0, 1)}) replaces the margin of STUDY, and the seeds in
     the section `trials` of its config.
     """
@@ -65,13 +65,12 @@ def no_effect(run, trial):
 def parabola_results(optimum, effect=no_effect):
     """Returns a function that makes up the results of a run, a list with one for each trial.
 
-    The loss of a trial is a parabola in ln(learning rate), plus 0.01 times its seed.
+    The loss of a trial is 2 + 0.01 seed + 0.1 ln(learning rate / optimum)^2.
 
     Args:
         optimum: The learning rate with the lowest loss.
-        effect: A function that returns what is added to the test loss of a trial, from its run and
-            the trial. If it returns None, the trial diverges. Diverged trials have losses of 0,
-            which must not be taken for the best.
+        effect: effect(run, trial) is added to the test loss of a trial. If it is None, the trial
+            diverges. The losses of diverged trials are 0, which must not count as the best.
     """
 
     def results(run):
@@ -97,27 +96,28 @@ def one_seed_diverges_at_the_last_rate(run, trial):
 
 
 @pytest.mark.parametrize(
-    # `results` gives the losses of a run, with the lowest one at the given learning rate.
-    # `rates` are the learning rates of each run. The last run is the verdict, if there is one.
+    # parabola_results(r) gives losses that are lowest at the learning rate r.
+    # `rates` has a tuple for each run: its learning rates. The runs are screening runs, except the
+    # last one, which is the verdict run. If nothing has results, there is only a screening run.
     ('results', 'rates'),
     [
-        # Nothing is planned beyond a run without results.
+        # The results of the first run decide on further runs.
         pytest.param(no_results, [(1e-3, 2e-3, 4e-3)], id='unfinished'),
-        # The verdict trains at the optimum.
+        # The verdict run trains at the optimum.
         pytest.param(parabola_results(2.3e-3), [(1e-3, 2e-3, 4e-3), (0.0023,)], id='bracketed'),
-        # While the last rate is the best one, the next rate is twice as high.
+        # While the highest rate is the best, the next run tries a rate twice as high.
         pytest.param(
             parabola_results(7e-3),
             [(1e-3, 2e-3, 4e-3), (8e-3,), (1.6e-2,), (0.007,)],
             id='the grid is extended',
         ),
-        # After six rates, the verdict trains at the best one.
+        # Six rates, max_points, are tried. Then the verdict run trains at the best of them.
         pytest.param(
             parabola_results(1e-6),
             [(1e-3, 2e-3, 4e-3), (5e-4,), (2.5e-4,), (1.25e-4,), (1.25e-4,)],
             id='the grid is extended to max_points',
         ),
-        # A rate at which a seed diverged is worse than 2e-3, the best of the others.
+        # A seed diverged at 4e-3, so that rate counts as worse than 2e-3.
         pytest.param(
             parabola_results(7e-3, one_seed_diverges_at_the_last_rate),
             [(1e-3, 2e-3, 4e-3), (2e-3,)],
@@ -126,7 +126,7 @@ def one_seed_diverges_at_the_last_rate(run, trial):
     ],
 )
 def test_an_arm_is_screened_until_bracketed_then_judged_on_fresh_seeds(arms, results, rates):
-    """Screening runs tune the learning rate, until the best one lies between worse ones.
+    """Screening runs try learning rates until the best rate lies between worse rates.
 
     Then a verdict run trains other seeds at the tuned rate.
     """
@@ -169,7 +169,7 @@ def test_a_declaration_has_every_tuned_grid(arms):
 
 
 def test_a_declaration_has_the_field_looks_of_earlier_versions(arms):
-    """It holds the number of verdict seeds, and is part of the hash of a declaration."""
+    """`looks` lists the number of verdict seeds. The hash of a declaration includes it."""
     assert declaration.content(STUDY, arms)['looks'] == [3]
 
     untuned = study_with(tuning=TuningConfig())
@@ -188,14 +188,14 @@ def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
 
 
 def query_free_is_better(run, trial):
-    """A little noise for every arm, from which query_free/vo is better by 0.5."""
+    """A little noise for every arm. Losses of query_free/vo are also lower by 0.5."""
     noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.key.variant))
     if run.config.model.score == 'query_free':
         return noise - 0.5
     return noise
 
 
-# Results that decide on query_free/vo alone.
+# With these results, query_free/vo is better, and shared_qk/vo stays undecided.
 DECIDING = parabola_results(2.5e-3, query_free_is_better)
 
 
@@ -205,7 +205,7 @@ def longer_runs_of(runs):
 
 @pytest.fixture(scope='module')
 def controlled_study():
-    """A study of three arms with controls at the same shape and of longer training."""
+    """A study of three variants, whose controls have the same shape or are trained longer."""
     return study_with(
         variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
         controls=ControlsConfig(),
@@ -220,14 +220,14 @@ def controlled_arms(controlled_study):
 
 @pytest.fixture(scope='module')
 def decided_plan(controlled_study, controlled_arms):
-    """All runs of the controlled study, in which query_free/vo is better and shared_qk/vo alike."""
+    """All runs of the controlled study. query_free/vo is better, shared_qk/vo is undecided."""
     return plan.runs(controlled_study, controlled_arms, DECIDING)
 
 
 def test_decided_arms_are_trained_longer_beside_the_baseline(decided_plan):
     longer_runs = longer_runs_of(decided_plan)
 
-    # They come last.
+    # The longer runs come last.
     assert decided_plan[-len(longer_runs) :] == longer_runs
 
     # The undecided shared_qk/vo is not trained longer.
@@ -270,15 +270,15 @@ NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 
 
 @pytest.mark.parametrize(
-    # `difference` is that of shared_qk/vo from qk/vo at d_model=64, in nats/token.
-    # `num_longer_arms` counts a decided arm and its baseline.
+    # `difference` is the loss of shared_qk/vo minus the loss of qk/vo at d_model=64, in nats/token.
+    # `num_longer_arms` is 2 if that arm is decided: the arm and its baseline are trained longer.
     ('difference', 'diverged_seeds', 'sizes', 'num_longer_arms'),
     [
-        # Against zero, p is 0.025. One comparison decides at a level of 0.04.
+        # p = 0.025 is below the level of a single comparison, 0.04.
         pytest.param(0.0125, (), ('d_model=64',), 2, id='one arm'),
-        # Three comparisons share that level, so p would have to be 0.013.
+        # p = 0.025 is above the level of each of three comparisons, 0.04 / 3 = 0.013.
         pytest.param(0.0125, (), ('d_model=64', 'd_model=72', 'd_model=80'), 0, id='three arms'),
-        # An arm is not better if any of its seeds diverged.
+        # Far lower losses do not make an arm better if any of its seeds diverged.
         pytest.param(-0.2, (1,), ('d_model=64',), 0, id='a seed diverged'),
         pytest.param(-0.2, (0, 1, 2, 3, 4, 5), ('d_model=64',), 0, id='every seed diverged'),
     ],
@@ -286,7 +286,7 @@ NOISE_OF_SEED = (0.010, -0.012, 0.004, -0.008, 0.011, -0.005)
 def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
     difference, diverged_seeds, sizes, num_longer_arms
 ):
-    """An arm whose difference is decided is trained longer, as is its baseline."""
+    """p values are corrected for all arms and sizes. Decided arms are then trained longer."""
     verdict_seeds = (0, 1, 2, 3, 4, 5)
 
     def effect(run, trial):
@@ -295,7 +295,7 @@ def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
         if seed not in verdict_seeds or run.arm.variant == 'qk/vo':
             return 0.0
         if run.arm.key.size != 'd_model=64':
-            # Seeds differ too much for any decision.
+            # The arms of other sizes stay undecided, because their seeds differ too much.
             return 3.0 * (-1) ** seed
         if seed in diverged_seeds:
             return None
@@ -314,9 +314,9 @@ def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
 def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
     controlled_study, controlled_arms, index
 ):
-    """The plan is made again after each run, as results decide on further runs.
+    """The plan is made again after each run, because results decide on further runs.
 
-    In the end, it is the plan that all results give at once.
+    In the end, it equals the plan from all results at once.
     """
     arms = [arm for arm in controlled_arms if arm.variant != 'shared_qk/vo']
     results_by_id = {}
@@ -351,10 +351,9 @@ def never(rate, seed):
 
 
 def simulated_loss(rate, seed, sd):
-    """A loss on a parabola in ln(rate) with its minimum at 2.2e-3, plus noise.
+    """The loss is 2 + 0.11 seed + 0.1 ln(rate / 2.2e-3)^2, plus noise.
 
-    The level rises with the seed. The noise has the standard deviation `sd`, and differs between
-    rates and seeds.
+    The noise has the standard deviation `sd`, and differs between rates and seeds.
     """
     distance = math.log(rate / 2.2e-3)
     level = 2 + 0.11 * seed
@@ -369,9 +368,9 @@ def screen(limits, sd, diverged=never):
     Args:
         limits: The first seeds, and how far the grid and the seeds may grow.
         sd: The standard deviation of the noise of `simulated_loss`.
-        diverged: Whether a trial diverges, by rate and seed. Its loss is then None.
+        diverged: diverged(rate, seed) is true if that trial diverges.
     """
-    # A knob whose grid has a single value is not tuned.
+    # A grid with a single value is not tuned, so only the learning rate is.
     grids = {knob: (1.0,) for knob in KNOBS}
     grids['learning_rate'] = GRID
 
@@ -388,7 +387,7 @@ def screen(limits, sd, diverged=never):
                 loss_by_seed[seed] = None if is_diverged else simulated_loss(rate, seed, sd)
         tuning = tune(grids, limits, measured, decay='coupled')
 
-    # Losses at a rate beside the grid, which were not asked for, change nothing.
+    # `tune` ignores losses at 5e-3, which it did not ask for, though they are the lowest.
     settings_beside_grid = with_knob(tuning.settings, 'learning_rate', 5e-3)
     measured_beside_grid = measured | {settings_beside_grid: {10: 0.0, 11: 0.0}}
     assert tune(grids, limits, measured_beside_grid, decay='coupled') == tuning
@@ -406,26 +405,26 @@ def test_a_significant_bracket_takes_the_first_seeds_alone():
 
 
 def test_further_seeds_are_drawn_until_the_bracket_is_significant():
-    """A learning rate is bracketed if a lower and a higher rate are worse by a test over seeds.
+    """A best rate is bracketed if a test over seeds finds a lower and a higher rate worse.
 
-    With noisy losses, the two seeds of the study are too few, and the tuning asks for more.
+    With noisy losses, two seeds are too few for that test, so the tuning asks for more.
     """
     limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
 
     screening = screen(limits, sd=0.08)
 
-    # Two at a time are drawn: 10 and 11, then 12 and 13. The last seed allowed is 21.
+    # Two seeds at a time are drawn. With max_seeds=12, the last possible seed is 21.
     drawn_seeds = [seeds for _, seeds in screening.asked]
     last_seed = drawn_seeds[-1][-1]
     assert drawn_seeds[0] == (10, 11)
     assert (12, 13) in drawn_seeds
     assert last_seed < 21
 
-    # These seeds suffice to bracket the best rate, and to bound the optimum.
+    # The tuning ended before seed 21 because these seeds are enough.
     assert screening.sweep.bracketed
     assert screening.sweep.optimum_low
 
-    # Each rate of the grid has every seed, so that the level of a seed's losses cancels.
+    # All rates have the same seeds, so the 0.11 seed in `simulated_loss` cancels in comparisons.
     every_seed = list(range(10, last_seed + 1))
     for losses_by_seed in screening.losses.values():
         assert list(losses_by_seed) == every_seed
@@ -443,9 +442,9 @@ def test_further_seeds_are_drawn_until_the_excess_loss_is_small():
 
 
 def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
-    """A learning rate at which a seed diverged cannot be the best one, so it needs no more seeds.
+    """A learning rate at which a seed diverged cannot be the best, so it needs no more seeds.
 
-    The first seeds are 10 and 11. The noise makes the tuning ask for more.
+    The first seeds are 10 and 11. The noise makes the tuning ask for more at other rates.
     """
     limits = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=6)
 
@@ -456,7 +455,7 @@ def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
 
     # The first of the settings is the learning rate.
     num_seeds = {settings[0]: len(losses) for settings, losses in screening.losses.items()}
-    # 4e-3 is the last rate of the grid, and no higher one is tried.
+    # Seed 11 diverges at 4e-3, the highest rate of the grid. No higher rate is tried.
     rates_that_diverged = [rate for rate in num_seeds if rate > 3e-3]
     assert rates_that_diverged == [4e-3]
     assert num_seeds[4e-3] == 2
@@ -465,7 +464,7 @@ def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
 
 @pytest.fixture(scope='module')
 def costly_study():
-    """A tuned study of two arms at two sizes, each also trained longer."""
+    """A tuned study of two arms at two sizes. Each arm is also trained longer if it is decided."""
     return study_with(
         sizes=('d_model=32', 'd_model=64'),
         controls=ControlsConfig(equal_shape=False),
@@ -480,22 +479,22 @@ def costly_arms(costly_study):
 
 
 def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_study, costly_arms):
-    """The shortest plan of a study tunes each arm with its first grid and judges it.
+    """In the cheapest plan, no grid grows: each arm has one screening run and one verdict run.
 
-    It also trains each arm longer. The study has 2 arms at 2 sizes.
+    The plan also trains each arm longer. The study has 2 arms at 2 sizes.
     """
     runs = plan.fewest_runs(costly_study, costly_arms)
 
-    # The screening has the first grid of learning rates. The verdict trains at its middle.
+    # A screening has the first grid of learning rates. A verdict trains at the middle rate.
     rates = {run.config.trials.learning_rates for run in runs}
     assert rates == {(1e-3, 2e-3, 4e-3), (2e-3,)}
 
-    # Each arm has a screening and a verdict, and both once more with 4 times the 100 steps.
+    # Each arm has a screening and a verdict of 100 steps, and both again with 4 * 100 steps.
     num_arms = 2 * 2
     total = plan.cost(runs)
     assert total.runs == num_arms * 4
 
-    # The screening has 2 seeds at 3 rates, the verdict 3 seeds at one rate.
+    # A screening has 2 seeds at 3 rates, and a verdict has 3 seeds at one rate.
     trials_of_arm = 2 * 3 + 3
     assert total.trials == num_arms * 2 * trials_of_arm
 
@@ -510,7 +509,7 @@ def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_
 
 
 def estimated_tables(study, arms, **options):
-    """The lines of the table by arm, and those of the table by stage with its notes."""
+    """The lines of the table by arm, and the lines of the table by stage with its notes."""
     by_arm, by_stage = plan.estimate(study, arms, **options).split('\n\n')
     return lines_with_single_spaces(by_arm), lines_with_single_spaces(by_stage)
 
@@ -522,9 +521,9 @@ def lines_with_single_spaces(text):
 def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     costly_study, costly_arms, monkeypatch
 ):
-    """The estimate of a plan is a table with a row for each arm, and one for each stage.
+    """The estimate of a plan has a table with a row for each arm, and a table by stage.
 
-    The study has 2 arms at 2 sizes, each with a screening, a verdict, and both once more for longer
+    The study has 2 arms at 2 sizes. Each has a screening and a verdict, and both again for longer
     training.
     """
     monkeypatch.setattr(plan.program, 'warm_up', lambda _: pytest.fail('it measures'))
@@ -538,7 +537,7 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     # The columns are: arm, runs, trials, tokens, FLOPs.
     assert by_arm[2] == f'qk/vo d_model=32 2 9 {tokens:.3g} {flops:.3g}'
 
-    # Below the header, there are both arms at two sizes, then both trained longer.
+    # The rows are both arms at d_model=32 and at d_model=64, then the same arms trained longer.
     rows = by_arm[2:-1]
     titles = [row.partition(' d_model')[0] for row in rows]
     assert titles == [
@@ -554,7 +553,7 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     num_trials = [int(row.split()[-3]) for row in rows]
     assert sum(num_trials) == 8 * 9
 
-    # The last row of both tables is the same total. A note follows the table by stage.
+    # Both tables end with the same total. A note follows the table by stage.
     assert by_stage[0] == 'stage runs trials tokens FLOPs'
     assert by_arm[-1].startswith('total ')
     assert by_stage[-2] == by_arm[-1]
@@ -562,9 +561,9 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
 
 
 def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms, monkeypatch):
-    """The time of all runs of a size follows from a few steps of one of its runs.
+    """The time of all runs of a size is estimated from a few steps of one run.
 
-    The study has 2 arms at 2 sizes, with 8 runs of 100 steps and 8 of 400.
+    The study has 2 arms at 2 sizes, with 8 runs of 100 steps and 8 runs of 400 steps.
     """
     measured_models = []
 
@@ -577,15 +576,15 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
 
     _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
 
-    # Only the baseline qk is measured, at both widths.
+    # Only the baseline is measured, at both sizes.
     assert measured_models == [('qk', 32), ('qk', 64)]
 
-    # After the title, a row has the numbers of runs and of trials.
+    # The first numbers of a row are its runs and its trials.
     assert by_stage[4].startswith('longer, if every arm is decided 8 36')
     assert by_stage[5].startswith('total 16 72')
-    # A screening has 6 trials and takes 100 seconds. A verdict has 3 trials and takes 50.
-    # There are 4 of each, and the same runs 4 times as long: 600 + 2400 seconds of training.
-    # With a minute of compilation for each of 16 runs, that is 1:06:00.
+    # A screening of 6 trials takes 100 s, so a verdict of 3 trials takes 50 s.
+    # Four of each take 4 * (100 + 50) = 600 s. The longer runs take 4 * 600 = 2400 s.
+    # Compilation takes 16 * 60 = 960 s, so the sum is 3960 s = 1:06:00.
     # shared_qk/vo has slightly fewer FLOPs than qk/vo, so the total is a second less.
     assert by_stage[5].endswith(' 1:05:59')
 
@@ -596,15 +595,15 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
 def test_a_machine_that_cannot_train_a_plan_gives_its_cost_without_time(
     costly_study, costly_arms, monkeypatch, error
 ):
-    """A plan may be too large for this machine, which then measures no time.
+    """If a plan is too large for this machine, no time is measured.
 
-    The table by stage still has the cost, and a note with the error says why.
+    The table by stage still has the cost. A note with the error says why the time is missing.
     """
     monkeypatch.setattr(plan.program, 'warm_up', Mock(side_effect=error))
 
     _, by_stage = estimated_tables(costly_study, costly_arms, measure=True)
 
-    # The last row begins with 16 runs and 72 trials, and ends with an unknown time.
+    # The total has 16 runs and 72 trials, and a dash in place of a time.
     total = by_stage[5]
     assert total.startswith('total 16 72')
     assert total.endswith(' -')

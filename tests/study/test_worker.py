@@ -49,7 +49,7 @@ def loss_of_trial(config, trial):
 def replace_training(patch):
     """Replaces training by a function that writes made-up results, without reading data.
 
-    The loss of a trial is that of `loss_of_trial`. A run that has a result is not trained again.
+    `loss_of_trial` gives the loss of a trial.
 
     Args:
         patch: A MonkeyPatch, which undoes the replacement.
@@ -60,10 +60,10 @@ def replace_training(patch):
     trained = TrainedNames()
 
     def train(config, workdir, *, lost, **_):
-        """Writes what training would leave in `workdir`, with losses that a formula gives."""
-        # A test may let this call raise an error.
+        """Writes what training would leave in `workdir`, with made-up losses."""
+        # A test may replace `before` by a function that raises an error.
         trained.before(config, workdir)
-        # The caller holds the lease of the run.
+        # `lost` tells whether the worker has lost its lease on the run.
         assert not lost()
 
         # As in real training, a run that has a result is not trained again.
@@ -134,7 +134,8 @@ def test_every_arm_is_trained_from_screening_to_its_verdict(finished_once):
     """Screening runs tune the learning rate of an arm. Then a verdict run trains fresh seeds."""
     planned = read_lines(finished_once.path / 'plan.jsonl')
 
-    # The first screening has the rates 1e-3, 2e-3 and 4e-3. The last one is best, so 8e-3 follows.
+    # The first screening has the rates 1e-3, 2e-3 and 4e-3. The best rate is 4e-3, at the edge, so
+    # a second screening adds 8e-3.
     runs = [(line['variant'], line['stage']) for line in planned]
     assert runs == [
         ('qk/vo', 'screening'),
@@ -191,7 +192,7 @@ def test_a_study_grows_though_a_worker_died_after_writing_its_ledger(trained, fi
 
 
 def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
-    """It stands before the others: the order of variants does not matter."""
+    """The new variant sets score_scale, and comes before the variants that the study began with."""
     ledger.record_look(finished)
     grown = study_with(variants=('qk/o_is_v?score_scale=0.5', *STUDY.variants))
 
@@ -204,16 +205,15 @@ def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
 def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     """A study that tunes three settings finds the best values, and then decides on its arm.
 
-    Training is replaced by made-up losses, which are lowest at a learning rate of 4e-3, a weight
-    decay of 0.3 and a score scale of 1.25. This rate is on the grid, so its trial also belongs to
-    the sweep of weight decays.
+    The made-up losses are lowest at a learning rate of 4e-3, a weight decay of 0.3 and a score
+    scale of 1.25.
     """
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = study_with(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
 
     path = worker.run(study, tmp_path / 'out')
 
-    # Verdicts need yardsticks, losses of n-grams that the baseline has to beat.
+    # Verdicts need yardsticks, the losses of n-grams that the baseline has to beat.
     studies.write_yardsticks(path, read_lines(path / 'results.jsonl'))
     findings = load_findings(path)
     assert not findings.blocks
@@ -231,16 +231,17 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
         expected = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
         assert chosen == pytest.approx(expected, rel=1e-2)
         assert chosen['learning_rate'] == 4e-3
-        # The grid up to 0.2 grows until the best value, 0.4, has a worse one above it.
+        # The grid up to 0.2 grows by factors of 2. The loss at 0.8 is above the loss at 0.4, so the
+        # grid ends there.
         assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
-    """A config with independent weight decay must have a value below 0.1.
+    """A config with decay='independent' must have a weight decay below 0.1.
 
     The made-up losses are lowest at 0.3, so a grid of factor 2 would go on from 0.05 to 0.1.
     """
-    # Each config that is trained is checked.
+    # A run with a weight decay of 0.1 would raise an error.
     trained.before = lambda config, workdir: validate(config)
     study = study_with(
         trials={'weight_decays': (0.0125, 0.025, 0.05)},
@@ -250,11 +251,11 @@ def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
 
     path = worker.run(study, tmp_path / 'out')
 
-    # The study ends with trials at the best value that is allowed.
+    # The grid ends at 0.05, and the study still trains a verdict run.
     (arm,) = load_findings(path).arms
     assert arm.chosen
     assert arm.sweeps['weight_decay'].values[-1] == 0.05
-    # A remark withholds the verdict, as no worse value is known above 0.05.
+    # The best value lies at the end of the grid, so a remark on it withholds the verdict.
     assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
 
 
@@ -267,7 +268,7 @@ def test_the_directory_of_a_run_is_refused_before_anything_is_written(tmp_path, 
 
 
 def test_data_of_too_few_documents_are_refused_before_anything_is_written(tmp_path):
-    """A verdict includes the error of a sample of documents, so a study needs many of them.
+    """A verdict includes the error over documents, so a study needs many documents.
 
     A text file is a single document.
     """
@@ -303,14 +304,14 @@ def test_a_run_is_trained_once_another_worker_has_released_its_lease(
 ):
     """A lease is a file lock on a run, held by the worker that trains it.
 
-    A worker first trains all runs that are free. Then it waits for those that others hold.
+    A worker first trains all runs that are free. Then it waits for the runs that others hold.
     """
     # Another worker holds the first run of the baseline.
     held_run = plan.runs(STUDY, build_arms(STUDY), lambda run: None)[0]
     lease = leases.acquire(tmp_path / 'out/leases', held_run.id)
 
     def wait(*_):
-        """Replaces the wait of this worker: the other one gives up its run at once."""
+        """Replaces the wait of this worker: the other worker gives up its run at once."""
         lease.release()
         return {}
 
@@ -325,21 +326,25 @@ def test_a_run_is_trained_once_another_worker_has_released_its_lease(
 
 
 def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_path, monkeypatch):
-    """What is left of a study depends on how many workers share its runs.
+    """A worker counts the runs that are left, and the workers that share them.
 
-    Of three runs, another worker holds the longest one. It gives this run up, untrained, while this
+    Another worker holds the longest of three runs. It gives up this run, untrained, while this
     worker trains its first run.
     """
-    # An untuned study has one run of each size. The longest is that of d_model=64.
+    # An untuned study has one run of each size. The run of d_model=64 is the longest.
     sizes = ('d_model=32', 'd_model=64', 'd_model=48')
     study = study_with(tuning=TuningConfig(), variants=('qk/vo',), sizes=sizes)
     longest = worker.runs_without_result(study, build_arms(study), tmp_path)[0]
     lease = leases.acquire(tmp_path / 'out/leases', longest.id)
     replaced_train = worker.train
-    times_left = []  # two for each run of this worker: before and after the lease is given up
+    times_left = []  # two for each run of this worker
 
     def train(config, workdir, *, study, **settings):
-        """Replaces training: `study` is a function that returns what is left of the study."""
+        """Replaces training, and notes what is left of the study.
+
+        `study()` returns what is left. It is noted before and after the other worker gives up its
+        run.
+        """
         times_left.append(study())
         lease.release()
         times_left.append(study())
@@ -349,18 +354,18 @@ def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_pat
 
     worker.run(study, tmp_path / 'out')
 
-    # The runs without a result besides that of this worker, and the workers that hold a run.
+    # `runs` counts the other runs without a result. `workers` counts the workers that hold a run.
     assert [(left.runs, left.workers) for left in times_left] == [
-        (2, 2),  # d_model=48 is trained, and the other worker holds d_model=64
-        (2, 1),  # from here on, this worker is alone
-        (1, 1),  # d_model=64 is trained
+        (2, 2),  # this worker trains d_model=48, and the other worker holds d_model=64
+        (2, 1),  # the other worker has given up d_model=64
+        (1, 1),  # this worker trains d_model=64
         (1, 1),
-        (0, 1),  # d_model=32 is trained
+        (0, 1),  # this worker trains d_model=32
         (0, 1),
     ]
 
-    # The work that no worker holds, in units of the run that is trained, d_model=48.
-    # The other worker gives up d_model=64, which is more than one unit.
+    # `waiting_work` is the work of runs that no worker holds, divided by the work of the run that
+    # this worker trains, d_model=48. The run of d_model=64 adds more than 1 once it is given up.
     shared = times_left[0].waiting_work
     alone = times_left[1].waiting_work
     assert 0 < shared < alone - 1
@@ -368,12 +373,12 @@ def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_pat
 
 
 class RaisesForBaseline:
-    """Raises an error before runs of the baseline: every time, or once."""
+    """Raises an error before each run of the baseline, or before the first one only (`once`)."""
 
     def __init__(self, error, once=False):
         self.error = error
         self.once = once
-        self.refused = []  # names of the directories of these runs
+        self.refused = []  # names of the directories of the runs that were not trained
 
     def __call__(self, config, workdir):
         is_baseline = config.model.score == 'qk'
@@ -429,9 +434,9 @@ def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
 
 @pytest.fixture
 def run_waited_for(trained, tmp_path, monkeypatch, caplog):
-    """The only run of a study, for which a worker has waited in vain.
+    """The only run of a study. A worker waited for it until SIGTERM stopped the worker.
 
-    Another worker held the run all the time. The worker waited until SIGTERM, and was stopped.
+    Another worker held the run all the time.
     """
     caplog.set_level('INFO')
     path = tmp_path / 'out'
@@ -442,7 +447,7 @@ def run_waited_for(trained, tmp_path, monkeypatch, caplog):
         """Replaces a pause of the wait by SIGTERM."""
         signal.raise_signal(signal.SIGTERM)
 
-    # The worker's clock alone: other threads may sleep too, while nobody handles the signal.
+    # Only the module `worker` gets this clock, because other threads may call time.sleep too.
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr(worker, 'time', clock)
     with leases.acquire(path / 'leases', run.id), pytest.raises(Stopped):
@@ -463,18 +468,22 @@ def test_a_worker_that_waits_names_the_run_that_another_holds(run_waited_for, ca
 def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
     trained, tmp_path, monkeypatch
 ):
-    """Another worker finishes the last open run just after a plan was made."""
+    """Another worker finishes the screening just after this worker has planned it.
+
+    So this worker finds no run to train. It has to plan again, because the results of the
+    screening lead to further runs.
+    """
     path = tmp_path / 'out'
     plan_runs = plan.runs
 
     def plan_runs_then_finish_screening(*args):
         runs = plan_runs(*args)
-        # Once the study is declared, other workers may take part.
+        # Other workers take part only after the study is declared.
         is_declared = (path / 'study.json').exists()
         if is_declared:
             for run in runs:
                 if run.stage == 'screening':
-                    # The fixture `trained` lets this write the result at once.
+                    # The fixture `trained` replaces `train`, which writes the result at once.
                     worker.train(run.config, path / run.directory, lost=lambda: False)
         return runs
 
@@ -483,9 +492,8 @@ def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
 
     worker.run(study_of_baseline_alone, path)
 
-    # The worker plans on although every run of its plan has a result.
     # The first screening finds the best rate at the end of the grid, 4e-3.
-    # So the second screening adds the rate 8e-3, and the verdict run is planned last.
+    # So the second screening adds the rate 8e-3. The verdict run comes last.
     stages = [line['stage'] for line in read_lines(path / 'plan.jsonl')]
     assert stages == ['screening', 'screening', 'verdict']
 
@@ -599,7 +607,7 @@ def test_a_directory_whose_files_were_changed_is_refused(
 
 
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
-    """A file result.json has the hash of its run's config, so it fits no other run."""
+    """The file result.json names the hash of its run's config, so it fits no other run."""
     planned = read_lines(finished / 'plan.jsonl')
     verdicts = [line['directory'] for line in planned if line['stage'] == 'verdict']
     assert len(verdicts) == 2
@@ -622,12 +630,12 @@ def test_results_that_two_arms_exchanged_are_refused(trained, finished):
 
 
 def test_settings_of_the_machine_train_nothing_again(trained, finished):
-    """A finished study stays finished if a worker has other settings of its machine.
+    """A finished study trains nothing again if a worker has other settings of its machine.
 
-    Such settings, like directories, are not part of the study or its ledger. plan.jsonl has those
+    Such settings, for example directories, do not belong to the study. plan.jsonl has the settings
     of the last worker.
     """
-    # A look at the results is recorded with the hashes of the files.
+    # A look records the hashes of the files in the ledger.
     ledger.record_look(finished)
     before = json_files(finished)
     on_other_machine = study_with(
@@ -637,12 +645,12 @@ def test_settings_of_the_machine_train_nothing_again(trained, finished):
     )
 
     worker.run(on_other_machine, finished)
-    # The second worker writes the plan with the first settings again.
+    # This worker writes plan.jsonl again, with the first settings.
     worker.run(STUDY, finished)
 
     assert not trained
     assert json_files(finished) == before
-    # A further look at the same files is not recorded.
+    # A second look is not recorded, because the files are the same.
     assert not ledger.record_look(finished)
 
 
@@ -660,12 +668,12 @@ def test_a_field_that_a_later_version_adds_trains_nothing_again(trained, finishe
 def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp_path):
     """A worker of a smaller study stops writing plan.jsonl once another worker adds an arm.
 
-    STUDY has two arms with three runs each; GROWN has the arm qk/k_is_v as well.
+    STUDY has two arms with three runs each. GROWN has a third arm, qk/k_is_v.
     """
     path = tmp_path / 'out'
 
     def add_an_arm(config, workdir):
-        """Declares GROWN in the directory, before the third run is trained."""
+        """Declares GROWN in the directory before the third run is trained."""
         if len(trained) == 2:
             declaration.declare(path, GROWN, build_arms(GROWN))
 
@@ -674,21 +682,21 @@ def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp
     worker.run(STUDY, path)
     assert len(trained) == 6
 
-    # Its plan is as it was before the third run: two screenings of each arm.
+    # plan.jsonl is as it was before the third run, with two screenings of each arm.
     assert len(read_lines(path / 'plan.jsonl')) == 4
 
-    # A worker of GROWN trains the three runs of the third arm, and writes the whole plan.
+    # A worker of GROWN trains the three runs of the third arm. It writes the plan of nine runs.
     worker.run(GROWN, path)
     assert len(trained) == 9
     assert len(read_lines(path / 'plan.jsonl')) == 9
 
 
 def test_a_stored_study_trains_a_run_without_results_from_the_start(trained, finished, tmp_path):
-    """A stored study has its logs in an archive, and no checkpoints.
+    """A stored study has no checkpoints, so a run without results cannot be resumed.
 
-    So a run without results cannot be resumed. Its log is left out, and it is trained again.
+    The run is trained again, and its old log is left out.
     """
-    # The last run has no results, but it has a log.
+    # Take the results of the last run away, but leave its log.
     results = read_lines(finished / 'results.jsonl')
     last_run = results[-1]['run']
     results_of_others = [result for result in results if result['run'] != last_run]

@@ -26,9 +26,8 @@ def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
 
     Args:
         variant: Variant of the arm, such as 'b/vo'.
-        delta: How far the test losses are above the baseline's, in nats/token. Below zero is
-            better. With 0, the losses are the baseline's, without noise.
-        validation: The same for the validation losses; None means `delta`.
+        delta: Test loss minus the baseline's, in nats/token. If it is 0, no noise is added.
+        validation: Validation loss minus the baseline's; None means `delta`.
         noise: What is added to the loss of each seed.
         **keywords: Keywords of `studies.tuned_arm`.
     """
@@ -37,7 +36,7 @@ def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
         losses = losses + noise
     records = studies.tuned_arm(variant, losses=list(losses), **keywords)
 
-    # So far, the losses of both splits are `delta` above the baseline's.
+    # `tuned_arm` has added `delta` to the losses of both splits.
     for record in records:
         if validation is not None and record['stage'] == 'verdict':
             record['val_loss'] += validation - delta
@@ -66,7 +65,7 @@ def records_by_seed(variant, losses, **changes):
 
 
 def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
-    """The difference of an arm is its loss minus the baseline's, for each seed that both have."""
+    """An arm has a difference for each seed that both arms have: its loss minus the baseline's."""
     baseline_losses = {0: 2.00, 1: 2.10, 2: 2.30}
     arm_losses = {2: 2.38, 0: 2.05, 1: 2.12, 9: 1.0}  # in another order, with one more seed
     records = records_by_seed('qk/vo', baseline_losses) + records_by_seed('b/vo', arm_losses)
@@ -76,9 +75,9 @@ def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
 
     assert baseline.is_baseline
     assert baseline.difference is None
-    # Only a study that tunes its arms has verdicts.
+    # A study without tuning has no verdicts.
     assert arm.verdict is None
-    # The baseline has no seed 9.
+    # The baseline has no seed 9, so that seed does not count.
     expected = {0: 2.05 - 2.00, 1: 2.12 - 2.10, 2: 2.38 - 2.30}
     assert list(arm.comparison.differences) == [0, 1, 2]
     assert arm.comparison.differences == pytest.approx(expected)
@@ -87,13 +86,13 @@ def test_arms_are_compared_over_the_seeds_that_they_share(study_dir):
 def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
     """A study without tuning chooses the learning rate with the lowest mean loss over seeds.
 
-    A rate at which a seed diverged is not chosen, however low its other losses are.
+    A rate at which a seed diverged is not chosen.
     """
     records = [
         *records_by_seed('qk/vo', {0: 2.00, 1: 2.10, 2: 2.30}),
-        # The lowest loss of a seed that counts, but a mean of 2.2.
+        # The lowest loss of a single seed, 2.0, but a mean of 2.2.
         *records_by_seed('swept/vo', {0: 2.0, 1: 2.4}, learning_rate=1e-3),
-        # The lowest mean that counts, 2.15.
+        # The lowest mean, 2.15.
         *records_by_seed('swept/vo', {0: 2.1, 1: 2.2}, learning_rate=3e-3),
         # Seed 1 diverged.
         *records_by_seed('swept/vo', {0: 1.0, 1: None}, learning_rate=1e-2),
@@ -112,7 +111,7 @@ def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
 def arm_with_differences(directory, test, validation, margin):
     """The arm b/vo of a study, with these mean differences from the baseline's losses.
 
-    `margin` is the margin of equivalence. The noise over seeds hides none of the differences.
+    Differences within `margin` count as none. The noise over seeds is too small to hide any.
     """
     baseline = records_of_arm('qk/vo', 0)
     records = records_of_arm('b/vo', test, validation, noise=NOISE_OF_MEAN_ZERO)
@@ -133,8 +132,8 @@ def test_the_test_split_decides_where_validation_agrees(study_dir, test, validat
 
     assert arm.comparison.difference.mean == pytest.approx(test)
     assert arm.comparison.validation == pytest.approx(validation)
-    # Validation agrees with 'better' or 'worse' by its sign alone, however small it is.
-    # It agrees with 'equivalent' by a difference within the margin.
+    # Validation agrees with 'better' or 'worse' if the difference has the same sign.
+    # It agrees with 'equivalent' if the difference is within the margin.
     assert arm.verdict.decision is decision
 
 
@@ -156,7 +155,7 @@ def test_an_arm_is_undecided_where_validation_disagrees(
     assert arm.comparison.validation == pytest.approx(validation)
     assert arm.verdict.decision is Decision.UNDECIDED
 
-    # The reason tells what the test split alone would decide, and both differences.
+    # The reason names the decision by test losses only, and the differences on both splits.
     reason = arm.verdict.reasons[-1]
     assert reason.code is ReasonCode.SPLITS_DISAGREE
     assert reason.data == {
@@ -168,21 +167,21 @@ def test_an_arm_is_undecided_where_validation_disagrees(
 
 @pytest.mark.parametrize(
     # `delta` is the difference of b/vo from the baseline in nats/token. Below zero is better.
-    # A difference within 0.005 counts as none.
+    # A difference within 0.005 counts as none. `passing` are the expectations that come true.
     ('delta', 'noise', 'passing'),
     [
         pytest.param(0.03, NOISE_OF_MEAN_ZERO, {'worse', 'not better'}, id='worse'),
         pytest.param(-0.03, NOISE_OF_MEAN_ZERO, {'better', 'not worse'}, id='better'),
-        # A delta of 0 would leave out the noise.
+        # With a delta of 0, `records_of_arm` would add no noise.
         pytest.param(1e-9, NOISE_OF_MEAN_ZERO, {'not better', 'not worse'}, id='equal'),
         # The noise is too large for any decision.
         pytest.param(1e-9, 40 * NOISE, set(), id='undecided'),
     ],
 )
 def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, noise, passing):
-    """A positive control is an arm of which the study expects a decision, such as 'worse'.
+    """A positive control is an arm for which the study expects a decision, such as 'worse'.
 
-    It passes if its verdict agrees with that decision.
+    The control passes if its verdict agrees with that decision.
     """
     arms = [
         records_of_arm('qk/vo', 0),
@@ -190,7 +189,7 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, n
         records_of_arm('c/vo', 0.02),  # no positive control
         records_of_arm('b/vo', 0.03, control=SAME_SHAPE),
     ]
-    # EXPECTED are the decisions better, worse, not better and not worse.
+    # The decisions in EXPECTED are better, worse, not better and not worse.
     expected = [f'b/vo is {decision}' for decision in EXPECTED]
     expected.append('b/vo is worse at equal shape')
     # At a second size, b/vo is planned and has no results yet.
@@ -203,7 +202,7 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, n
     passed = {control.expected.decision for control in at_equal_cost if control.passed}
     assert passed == passing
 
-    # Every expectation counts in the correction for several comparisons, with or without results.
+    # p values are corrected for every expectation, with or without results.
     num_sizes = 2
     num_at_equal_shape = 1
     num_comparisons = len(EXPECTED) * num_sizes + num_at_equal_shape
@@ -211,7 +210,7 @@ def test_a_positive_control_passes_with_the_expected_verdict(study_dir, delta, n
         assert control.passed is not None
         assert control.verdict.num_comparisons == num_comparisons
 
-    # At the same shape, b/vo is worse by 0.03 in each case.
+    # The arm at the same shape is worse by 0.03 in every case, as expected.
     assert same_shape.passed is True
     assert same_shape.arm.key.control == SAME_SHAPE
 
@@ -249,16 +248,16 @@ def add_noise_to_screening(records):
 
 
 @pytest.mark.parametrize(
-    # The difference of -0.03 stands out if documents differ little. Below zero is better.
+    # The mean difference is -0.03. Only a small spread over documents shows that it is below zero.
     ('sd_over_documents', 'decision'),
     [(0.02, Decision.BETTER), (0.3, Decision.UNDECIDED)],
 )
 def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
     study_dir, sd_over_documents, decision
 ):
-    """The interval of a difference is wider than that of the seeds alone.
+    """The interval of a difference includes the errors over seeds and over documents.
 
-    It includes the error of a sample of documents, and the loss that imperfect tuning may cost.
+    It also includes the loss that imperfect tuning may cost.
     """
     records = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', -0.03)
     add_noise_to_screening(records)
@@ -267,14 +266,14 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
 
     baseline, arm = find(load_study(study_dir)).arms
 
-    # Each arm has a bound on the loss above its best learning rate. The two bounds differ.
+    # `at_worst` bounds how much loss the tuned learning rate costs. The two bounds differ.
     arm_excess = arm.sweeps['learning_rate'].at_worst
     baseline_excess = baseline.sweeps['learning_rate'].at_worst
     assert arm_excess > 1e-4
     assert baseline_excess > 1e-4
     assert arm_excess != pytest.approx(baseline_excess)
 
-    # By document, the arm differs from the baseline by the shifts, the same for every seed.
+    # Each document shifts the arm's loss by an amount that is the same for every seed.
     differences_of_seeds = -0.03 + NOISE
     nats_of_documents = shifts * tokens
     nats_by_seed_and_document = nats_of_documents[None]  # one row for all seeds
@@ -292,8 +291,8 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
 def test_the_family_is_the_widest_that_was_declared(study_dir):
     """An arm that is deleted from a study later on still counts as a comparison.
 
-    The family is the arms that share the error probability ALPHA. The ledger of the study is a log
-    of its declarations, so it remembers the deleted arm.
+    The arms of a family share the error probability ALPHA. The ledger is a log of all declarations
+    of the study, so it still has the deleted arm.
     """
     # First, two arms are compared with the baseline qk/vo.
     two_arms = records_of_arm('qk/vo', 0) + records_of_arm('b/vo', 0.003)
@@ -305,26 +304,26 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
     studies.write_tuned(study_dir, two_arms)
     (study_dir / ledger.NAME).write_bytes(ledger_of_three_arms)
 
-    # The ledger does not declare this study, which withholds every verdict.
+    # The ledger does not declare this smaller study, so every verdict is withheld.
     findings = find(load_study(study_dir))
     assert code_names(findings.blocks) == ['OTHER_DECLARATION']
     assert findings.num_comparisons == 2
 
-    # Once it is declared as well, b/vo has a verdict, corrected for two comparisons.
+    # Once the smaller study is declared, b/vo has a verdict, corrected for two comparisons.
     smaller_study = json.loads((study_dir / 'study.json').read_text())
     ledger.declare(study_dir, smaller_study)
     b = find(load_study(study_dir)).arms[1]
     assert b.verdict.num_comparisons == 2
-    # The p value is scaled from the level of a first look at results to ALPHA.
+    # A first look is tested at level(1). Its p value is scaled, to be compared with ALPHA.
     p_of_first_look = b.difference.p * ALPHA / level(look=1)
     assert b.verdict.p_holm == pytest.approx(2 * p_of_first_look)
 
 
 @pytest.mark.parametrize(
-    # The margin of equivalence is 0.005 nats/token, and a negative difference is better.
+    # A difference within the margin of 0.005 nats/token counts as none. Below zero is better.
     ('differences', 'decision', 'reasons', 'data_of_last_reason'),
     [
-        # The differences are close to 0.002, which is above zero and below the margin.
+        # Every difference is close to 0.002, above zero and below the margin.
         pytest.param(
             [0.0023, 0.0019, 0.0022, 0.002, 0.0018, 0.0021, 0.0017, 0.0021],
             Decision.EQUIVALENT,
@@ -332,7 +331,7 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
             {'side': Decision.WORSE},
             id='every seed is worse, by less than the margin',
         ),
-        # The mean is zero, but seeds differ too much to show a difference below the margin.
+        # The mean is zero, but seeds differ too much to show that it is within the margin.
         pytest.param(
             [0.01, -0.01, 0.01, -0.01, 0.01, -0.01, 0.01, -0.01],
             Decision.UNDECIDED,
@@ -340,7 +339,7 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
             {},
             id='better and worse seeds by turns',
         ),
-        # The mean is above zero. Without the last seed, which stands apart, it is below zero.
+        # The mean is +0.0326. Without the last seed, it is -0.03.
         pytest.param(
             [-0.027, -0.031, -0.028, -0.03, -0.032, -0.029, -0.033, 0.471],
             Decision.UNDECIDED,
@@ -353,7 +352,10 @@ def test_the_family_is_the_widest_that_was_declared(study_dir):
 def test_a_verdict_states_the_codes_and_numbers_of_its_reasons(
     study_dir, differences, decision, reasons, data_of_last_reason
 ):
-    """The losses of b/vo differ from those of the baseline by `differences`, one for each seed."""
+    """A reason is a code such as NOT_SHOWN, with numbers as data.
+
+    `differences` are the losses of b/vo minus the baseline's, one for each seed.
+    """
     records_of_baseline = studies.tuned_arm('qk/vo', losses=list(BASE))
     records_of_b = studies.tuned_arm('b/vo', losses=list(BASE + differences))
 
@@ -365,13 +367,13 @@ def test_a_verdict_states_the_codes_and_numbers_of_its_reasons(
     for name, value in data_of_last_reason.items():
         assert last_reason.data[name] == value
 
-    # All 8 seeds are pairs, which is enough for a test.
+    # Both arms have results for all 8 seeds, which are enough for a test.
     assert b.verdict.p_holm is not None
     assert b.verdict.detectable is not None
 
 
 def test_an_arm_that_diverged_is_not_called_better(study_dir):
-    """The arm b/vo is better by about 0.03 in 7 seeds. Its first trial diverged."""
+    """The arm b/vo is better by about 0.03 in 7 seeds, but its trial of the first seed diverged."""
     better_losses = BASE - 0.03 + NOISE
     records_of_baseline = studies.tuned_arm('qk/vo', losses=list(BASE))
     records_of_b = studies.tuned_arm('b/vo', losses=[None, *better_losses[1:]])
@@ -391,7 +393,7 @@ def test_an_arm_that_diverged_is_not_called_better(study_dir):
 
 
 def test_an_arm_may_be_better_than_a_baseline_that_diverged(study_dir):
-    """The arm b/vo is better by about 0.03 in 7 seeds. The baseline diverged in the first one."""
+    """The arm b/vo is better by about 0.03 in 7 seeds. The baseline diverged in the first seed."""
     better_losses = BASE - 0.03 + NOISE
     records_of_baseline = studies.tuned_arm('qk/vo', losses=[None, *BASE[1:]])
     records_of_b = studies.tuned_arm('b/vo', losses=list(better_losses))
@@ -463,9 +465,9 @@ def test_arms_without_a_shared_seed_have_losses_but_no_difference(study_dir):
 
 
 def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
-    """An arm with results of four of its eight seeds has no verdict yet.
+    """The arm b/vo has results for only four of its eight seeds, so it has no verdict yet.
 
-    So a positive control, which expects a verdict, has neither passed nor failed.
+    The study expects b/vo to be worse. This expectation has neither passed nor failed.
     """
     complete = records_of_arm('b/vo', 0.02)
     # The last four seeds of b/vo are planned as a run of their own.
@@ -491,13 +493,13 @@ def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
 
 
 def records_of_a_scaling_law(worth):
-    """Returns trials of the baseline and of b/vo at five sizes, with losses of a power law.
+    """Returns trials of the baseline and of b/vo at five sizes, with eight seeds each.
 
-    The law of the baseline is loss = 1.5 + 40 * parameters ** -0.4. A parameter of b/vo is worth
-    `worth` parameters of the baseline.
+    The loss of the baseline is 1.5 + 40 * parameters ** -0.4. A parameter of b/vo is worth `worth`
+    parameters of the baseline: its loss is 1.5 + 40 * (worth * parameters) ** -0.4.
 
-    At d_model=128, the best learning rate of the baseline is the last one of its grid. So its
-    optimum is not bracketed there, and its loss counts as too high.
+    At d_model=128, the best learning rate of the baseline is the last rate of its grid. A higher
+    rate could be better, so this baseline breaks a rule.
     """
     records = []
     for d_model in (32, 64, 128, 256, 512):
@@ -513,38 +515,40 @@ def records_of_a_scaling_law(worth):
 
 
 def test_scaling_is_fitted_over_sound_sizes(study_dir):
-    """A scaling law, loss against parameters, leaves out sizes at which an arm breaks a rule."""
+    """A scaling law, loss against parameters, leaves out sizes at which an arm breaks a rule.
+
+    Here the baseline breaks a rule at one of five sizes, d_model=128.
+    """
     records = records_of_a_scaling_law(worth=1.5)
 
     findings = findings_of(study_dir, records)
 
     # b/vo is compared with the baseline at five sizes.
     assert findings.num_comparisons == 5
-    # The baseline is not tuned well at one of the five sizes.
     baseline, arm = findings.scaling
     assert len(baseline.law.sizes) == 5 - 1
     assert len(arm.law.sizes) == 5
     assert arm.worth.value == pytest.approx(1.5, rel=0.01)
 
-    # The law fits exactly, so its error is that of the means over 8 seeds.
+    # The losses lie on the law, so its only error is the error of the means over 8 seeds.
     assert baseline.law.df == 4 * (8 - 1)
     assert arm.law.df == 5 * (8 - 1)
 
 
 def test_scaling_leaves_out_sizes_whose_baseline_misses_its_yardstick(study_dir):
-    """A yardstick is the loss of n-grams, which the baseline of a size has to beat."""
+    """A yardstick is a loss of n-grams, which the baseline of every size has to beat."""
     records = records_of_a_scaling_law(worth=1.5)
     findings = findings_of(study_dir, records)
 
-    # The smallest baseline has the largest loss, and is the only one that misses this yardstick.
+    # Only the smallest baseline, which has the largest loss, does not beat this yardstick.
     largest_loss = max(arm.loss.mean for arm in findings.arms if arm.is_baseline)
     losses = {'test': {'5-gram': largest_loss - 1e-6}}
     studies.write_yardsticks(study_dir, records, losses=losses)
     baseline, arm = find(load_study(study_dir)).scaling
 
-    # The baseline at d_model=128 is not tuned well either. A law needs four sizes.
+    # The baseline at d_model=128 breaks a rule too. Three sizes are too few for a law.
     assert baseline.law.data['sizes'] == 5 - 2
-    # b/vo is compared with the baseline of its size, so it loses that size as well.
+    # b/vo has no baseline at the smallest size, so its law leaves out that size too.
     assert len(arm.law.sizes) == 5 - 1
 
 
@@ -559,10 +563,11 @@ def records_with_controls():
     |---------------------|------------------------------|-------|
     | b/vo                | -0.03                        | 8     |
     | b/vo, same shape    | -0.02                        | 8     |
-    | b/vo, longer        | -0.01 from the longer qk/vo  | 6     |
+    | qk/vo, longer       | -0.3                         | 6     |
+    | b/vo, longer        | -0.3 - 0.01                  | 6     |
 
-    The control at the same shape has the baseline's widths. Longer controls train for four times
-    the 400 steps.
+    The control at the same shape has the baseline's widths. Longer controls train for 4 * 400
+    steps.
     """
     longer = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
     longer_baseline = (BASE - 0.3)[:6]
@@ -577,9 +582,9 @@ def records_with_controls():
 
 
 def test_controls_have_no_verdict(study_dir):
-    """Controls beside an arm explain its difference, so they are not judged themselves.
+    """Controls explain the difference of an arm, and get no verdict themselves.
 
-    One control has the baseline's shape; the others are trained longer.
+    One control has the baseline's shape. The other two are trained longer.
     """
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
 
@@ -592,14 +597,14 @@ def test_controls_have_no_verdict(study_dir):
 
     # Only b/vo itself is compared with the baseline.
     assert findings.num_comparisons == 1
-    # No rule is broken: the one remark tells how much text was evaluated.
+    # No rule is broken. The only remark says how much text was evaluated.
     assert {remark.code for remark in findings.remarks} == {RemarkCode.EVALUATION}
 
 
 def test_a_longer_arm_is_tuned_around_the_rate_of_the_primary_arm(study_dir):
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
 
-    # The grid of the study has five learning rates. Longer arms have three around the best one.
+    # The grid of the study has five learning rates. Longer arms have the three around the best.
     same_shape, longer_baseline, longer_arm = findings.controls
     assert len(same_shape.sweeps['learning_rate'].values) == 5
     assert len(longer_baseline.sweeps['learning_rate'].values) == 3
@@ -609,12 +614,12 @@ def test_a_longer_arm_is_tuned_around_the_rate_of_the_primary_arm(study_dir):
 def test_a_longer_arm_is_compared_with_the_longer_baseline(study_dir):
     findings = findings_of(study_dir, records_with_controls(), controls=CONTROLS)
 
-    # Longer arms have six seeds, and b/vo is below the longer baseline by 0.01.
+    # Longer arms have six seeds. The longer b/vo is 0.01 below the longer baseline, plus noise.
     differences = findings.arms[1].parts.longer.differences
     expected = -0.01 + 2 * NOISE[:6]
     assert list(differences.values()) == pytest.approx(list(expected))
 
-    # A claim, which compares two given arms, may judge a longer arm. Below zero is better.
+    # A longer arm has no verdict of its own, but a claim may compare it with the longer baseline.
     _, longer_baseline, longer_arm = findings.controls
     verdict = judging.verdict_on_pair(
         load_study(study_dir), longer_arm, longer_baseline, blocks=(), num_comparisons=1
@@ -637,7 +642,7 @@ def test_a_baseline_below_its_yardstick_withholds_the_verdict_but_no_part(study_
 def stop_annealing(directory, variant, control):
     """Plans a constant learning rate in the verdict run of an arm, or in every run for 'all'.
 
-    A rule requires that the learning rate falls to zero.
+    This breaks the rule that the learning rate falls to zero.
     """
     if variant == 'all':
         runs = [run.name for run in load_study(directory).runs]
@@ -648,7 +653,7 @@ def stop_annealing(directory, variant, control):
 
 
 @pytest.mark.parametrize(
-    # The arm that breaks a rule, or 'all'. Then the parts that cannot be estimated without it.
+    # `variant` and `control` name the arm that breaks a rule. `lost` are the parts that need it.
     ('variant', 'control', 'lost', 'decision'),
     [
         pytest.param(
@@ -668,7 +673,7 @@ def stop_annealing(directory, variant, control):
 def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
     study_dir, variant, control, lost, decision
 ):
-    """The difference of b/vo from the baseline has parts, each the difference of two arms.
+    """Each part of the difference of b/vo from the baseline is the difference of two arms.
 
     - `same_shape`: b/vo with the baseline's widths, minus the baseline.
     - `reinvesting`: b/vo, widened to the baseline's cost, minus b/vo with the baseline's widths.
@@ -680,7 +685,7 @@ def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
     b = find(load_study(study_dir)).arms[1]
 
     assert {part for part in PARTS if getattr(b.parts, part) is None} == lost
-    # A control does not withhold the verdict of b/vo, which is better by 0.03.
+    # b/vo is better by 0.03. It keeps its verdict if only a control breaks a rule.
     assert b.verdict.decision is decision
 
 
@@ -689,14 +694,17 @@ def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
     [
         pytest.param('b/vo', SAME_SHAPE, 1, id='same shape'),
         pytest.param('b/vo', None, 1, id='the arm itself'),
-        # The longer b/vo has another schedule than its baseline, which breaks a rule as well.
+        # The longer b/vo then has another schedule than its baseline, which breaks another rule.
         pytest.param('qk/vo', LONGER, 2, id='longer baseline'),
     ],
 )
 def test_a_comparison_with_an_arm_that_breaks_a_rule_names_that_arm(
     study_dir, variant, control, num_withheld
 ):
-    """A claim may compare the baseline with an arm that has no verdict of its own."""
+    """A verdict on two given arms is withheld if either breaks a rule, and its reason names it.
+
+    Claims compare two given arms, also arms without a verdict of their own.
+    """
     studies.write_tuned(study_dir, records_with_controls(), controls=CONTROLS)
     stop_annealing(study_dir, variant, control)
 

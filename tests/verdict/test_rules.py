@@ -40,7 +40,7 @@ ALL_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 def three_arms(**keywords):
     """Records of the baseline, of b/vo, worse by 0.02, and of c/vo, worse by 0.04.
 
-    The keywords of `tuned_arm` are for b/vo alone.
+    The keywords go to `tuned_arm` for b/vo only.
     """
     return [
         *tuned_arm('qk/vo', losses=list(BASE)),
@@ -83,7 +83,7 @@ def has_data(remark, data):
 def assert_verdict_of_b_is_withheld(directory, code, data):
     """Asserts that a remark withholds the verdict on b/vo, and that c/vo keeps its verdict.
 
-    A remark is a finding on an arm, with a code and data.
+    `b.blocks` lists the remarks that withhold the verdict on b/vo. Their flag `blocks` is set.
 
     Args:
         directory: Directory of a study that compares b/vo and c/vo with qk/vo.
@@ -97,17 +97,17 @@ def assert_verdict_of_b_is_withheld(directory, code, data):
     expected = [remark for remark in b.blocks if remark.code is code and has_data(remark, data)]
     assert expected
 
-    # The remarks that block b/vo are the reasons of its verdict.
+    # The verdict gives these remarks as its reasons.
     assert b.verdict.reasons == b.blocks
 
-    # No other remark blocks a verdict, and those that do come first.
+    # No other remark blocks a verdict. The blocking remarks come first.
     blocks = list(b.blocks)
     assert [remark for remark in remarks if remark.blocks] == blocks
     assert remarks[: len(blocks)] == blocks
 
 
 @pytest.mark.parametrize(
-    # Changes of the planned verdict run of b/vo, and the remark.
+    # `changes` sets fields of the planned verdict run of b/vo. The remark has `code` and `data`.
     ('changes', 'code', 'data'),
     [
         (
@@ -253,7 +253,8 @@ def arms_that_share_a_seed():
 
 
 @pytest.mark.parametrize(
-    # Trials of the arms, changes of the study, the remark, and the split of the differences.
+    # `changes` sets fields of the study. The remark has `code` and `remark_data`.
+    # Arms are compared on `split`: test, or validation if there are no test losses.
     ('records', 'changes', 'code', 'remark_data', 'split'),
     [
         pytest.param(
@@ -281,19 +282,18 @@ def test_a_rule_that_every_arm_breaks_withholds_every_verdict(
 
     findings, decisions, _ = judge_study(study_dir)
 
-    # The arms are b/vo, c/vo and the baseline, which has no verdict in any study.
+    # A baseline never has a verdict.
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
-    # The remarks on the three arms are equal, so one remark on every arm replaces them.
+    # The three arms get equal remarks. A single remark with `every_arm` replaces them.
     assert any(remark.code is code and has_data(remark, remark_data) for remark in findings.blocks)
     assert findings.blocks[0].every_arm
 
-    # Arms are compared on the test split. Without test losses, validation takes its place.
     assert findings.split == split
 
 
 @pytest.mark.parametrize(
-    # Trials of the arms, changes of the study, and the remark.
+    # `changes` sets fields of the study. The remark has `code` and `remark_data`.
     ('records', 'changes', 'code', 'remark_data'),
     [
         pytest.param(
@@ -321,10 +321,10 @@ def test_a_rule_that_the_study_breaks_withholds_every_verdict(
 
     findings, decisions, _ = judge_study(study_dir)
 
-    # The arms are b/vo, c/vo and the baseline, which has no verdict in any study.
+    # A baseline never has a verdict.
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
-    # The remark is on the study, and does not replace remarks on its arms.
+    # This remark is about the study itself, so it does not stand for equal remarks on every arm.
     assert any(remark.code is code and has_data(remark, remark_data) for remark in findings.blocks)
     assert not findings.blocks[0].every_arm
 
@@ -346,9 +346,9 @@ def evaluation_remark(num_documents=100):
 @pytest.mark.parametrize(
     ('variants', 'changes'),
     [
-        # All arms end at a tenth of the learning rate.
+        # The learning rate of all arms falls to a tenth of its peak.
         (['qk/vo', 'b/vo', 'c/vo'], {'optimizer__final_fraction': 0.1}),
-        # An arm may differ in what its variant, its matching, its tuning and its machine set.
+        # These settings belong to the variant, the matching, the tuning or the machine.
         (
             ['b/vo'],
             {
@@ -393,7 +393,7 @@ def test_settings_that_may_differ_block_no_verdict(study_dir, variants, changes)
             100,
             id='unmatched',
         ),
-        # Documents of text have to be at least 100.
+        # A text needs at least 100 documents. A probe is no text, so it has no bits per byte.
         pytest.param(
             with_fields(three_arms(), val_bits_per_byte=None, test_bits_per_byte=None),
             'total',
@@ -413,15 +413,15 @@ def test_results_that_break_no_rule_block_no_verdict(study_dir, records, matched
 
 
 def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
-    """An arm may differ from the baseline of its size in the settings that its name gives.
+    """An arm is compared with the baseline of its size, and its name says how it may differ.
 
-    Any other difference is a remark, which names the setting.
+    A remark names any other setting that differs.
     """
     variant = 'b/vo?norm=rmsnorm&num_kv_heads=1 [d_ff]'
     records = []
     for size, d_model in (('s64', 64), ('s128', 128)):
         for name in ('qk/vo', variant):
-            # The tokens of evaluation differ between the sizes, but not between arms of a size.
+            # Arms of one size are evaluated on equally many tokens, so they get no remark on it.
             records += tuned_arm(name, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
     edit_plan(
@@ -444,7 +444,7 @@ def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
 
 
 def test_a_remark_on_the_baseline_withholds_every_verdict(study_dir):
-    """Every arm is compared with the baseline qk/vo, so no verdict is left without it."""
+    """Every arm is compared with the baseline qk/vo, so a remark on qk/vo concerns all of them."""
     write_tuned(study_dir, three_arms())
     # A rule requires that the learning rate falls to zero.
     edit_plan(study_dir, VERDICT_RUNS['qk/vo'], optimizer__schedule='constant')
@@ -470,17 +470,16 @@ def test_a_rule_that_all_arms_break_is_a_single_remark(study_dir):
 
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
     assert remark.code is RemarkCode.NOT_ANNEALED
-    # It is about every arm, so it names none.
     assert remark.every_arm
     assert remark.arm is None
-    # It blocks the study, and is the only reason of each verdict.
+    # The remark blocks the study, and the verdict on b/vo has no other reason.
     _, b, _ = findings.arms
     assert findings.blocks == (remark,)
     assert b.verdict.reasons == (remark,)
 
 
 def three_arms_of_different_code():
-    """Returns records of three arms, in which b/vo was trained by other code than the others.
+    """Returns records of three arms, in which b/vo was trained by other code than qk/vo and c/vo.
 
     Provenance is the software that a run recorded. `imported` has the hash of each module from
     outside the package.
@@ -508,13 +507,17 @@ def three_arms_of_different_code():
 
 
 def test_different_or_uncommitted_code_blocks_verdicts(study_dir):
-    """Other code may give other losses, so verdicts are withheld. Other versions are only named."""
+    """Other code may give other losses, so it withholds every verdict.
+
+    The verdict run of b/vo has another commit, with uncommitted changes. Its imported module x:y
+    and its version of JAX differ too. A remark on versions blocks nothing.
+    """
     write_tuned(study_dir, three_arms_of_different_code())
 
     _, decisions, remarks = judge_study(study_dir)
 
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
-    # The code of each remark, the field of provenance, and whether the remark blocks.
+    # Each tuple has the remark's code, the field that differs, and whether the remark blocks.
     assert [(r.code.name, r.data.get('name'), r.blocks) for r in remarks] == [
         ('SOFTWARE_DIFFERS', 'git.commit', True),
         ('SOFTWARE_DIFFERS', 'imported.x:y', True),
@@ -527,20 +530,21 @@ def test_different_or_uncommitted_code_blocks_verdicts(study_dir):
 
 
 def test_different_or_uncommitted_code_is_accepted_with_a_reason(study_dir):
-    """A person accepts a problem in the ledger, a log of the study. Its remark then blocks nothing.
+    """Somebody may accept a problem and give a reason. Its remark stays, but no longer blocks.
 
-    There are four remarks: three that block, and one on versions.
+    At first, three remarks block: on commits, an imported module and uncommitted changes. A fourth
+    remark is on versions, and never blocks.
     """
     write_tuned(study_dir, three_arms_of_different_code())
 
-    # Accepting the uncommitted changes leaves two blocks: the commits and the imported module.
+    # The commits and the imported module still block.
     ledger.accept(study_dir, ['uncommitted'], 'a comment only')
     findings, _, remarks = judge_study(study_dir)
     assert len(findings.blocks) == 2
     assert len(remarks) == 4
     assert 'a comment only' in [remark.data['accepted'] for remark in remarks]
 
-    # Accepting the commits accepts the imported module as well, so no block is left.
+    # Accepting the commits accepts the imported module too.
     ledger.accept(study_dir, ['commits'], 'a comment only')
     findings, decisions, remarks = judge_study(study_dir)
     assert findings.blocks == ()
@@ -550,9 +554,9 @@ def test_different_or_uncommitted_code_is_accepted_with_a_reason(study_dir):
 
 
 def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
-    # All runs ended with the code of one commit, without changes.
+    # A run's provenance describes its last start, and lists former starts under 'earlier'.
     last_start = trial_record('x')['provenance']
-    # The verdict run of b/vo was started before, at another commit with changes.
+    # The verdict run of b/vo was first started at another commit, with uncommitted changes.
     earlier_start = {'git': {'commit': 'e' * 40, 'dirty': True}, 'imported': {}}
     provenance = last_start | {'earlier': [earlier_start]}
     records = three_arms_with_verdict_of_b(provenance=provenance)
@@ -560,36 +564,33 @@ def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
 
     _, decisions, remarks = judge_study(study_dir)
 
-    # Different code withholds the verdicts of all arms, not of b/vo alone.
+    # Different code withholds every verdict, even the one on c/vo.
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
-    # One remark is on the two commits, and one on the changes ('dirty').
     commits_differ, uncommitted_changes = remarks
     assert commits_differ.code is RemarkCode.SOFTWARE_DIFFERS
     assert commits_differ.data['name'] == 'git.commit'
     assert uncommitted_changes.code is RemarkCode.UNCOMMITTED_CHANGES
-    assert uncommitted_changes.data == {'accepted': None}
+    assert uncommitted_changes.data == {'accepted': None}  # nobody accepted the changes
 
 
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
-    """A look is a recorded reading of results, with a hash of every run in the ledger.
+    """A look at the results records the hash of every run in the ledger.
 
-    A run whose results differ from that hash later on withholds the verdict of its arm.
+    If a run no longer has that hash, its arm gets no verdict.
     """
-    # First, somebody looks at the results.
     write_tuned(study_dir, three_arms())
     ledger.record_look(study_dir)
     ledger_after_look = (study_dir / ledger.NAME).read_text()
 
-    # Then all files of b/vo get other losses, so that they agree with each other.
+    # After the look, all files of b/vo get other losses, so they still agree with each other.
     write_tuned(study_dir, three_arms(losses=BASE + 1))
     (study_dir / ledger.NAME).write_text(ledger_after_look)
 
     findings, decisions, _ = judge_study(study_dir)
 
-    # c/vo keeps its verdict.
     assert decisions == {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
-    # The remark names the altered run, and the first look, at which it had other results.
+    # The remark names the altered run and the number of the look.
     _, b, _ = findings.arms
     data = {'run': VERDICT_RUNS['b/vo'], 'look': 1}
     assert b.blocks[-1] == Remark(RemarkCode.ALTERED, data, blocks=True, arm=B)
@@ -605,10 +606,9 @@ def measured_trial(early=2.0, late=1.8, shuffled=None):
     With the defaults, the trial gains 0.2 from its context. A baseline needs 0.1.
 
     Args:
-        early: The loss at position 4 of the context.
+        early: The loss at the fourth position of the context.
         late: The loss in the last half of the context.
-        shuffled: The loss of a translation whose source sentences are exchanged with each other.
-            None for other tasks.
+        shuffled: The loss of a translator that gets wrong source sentences. None for other tasks.
     """
     return {
         'seed': 0,
@@ -621,12 +621,12 @@ def measured_trial(early=2.0, late=1.8, shuffled=None):
 
 
 def ngram_losses(lowest):
-    """Changes of yardsticks, in which the best n-grams have this test loss."""
+    """Keywords of `write_yardsticks` that give the best n-grams this test loss."""
     test = {'4-gram': lowest + 0.3, '5-gram': lowest}
     return {'losses': {'val': {'5-gram': 1.0}, 'test': test}}
 
 
-# The yardstick of a translation is 10 more than the BLEU of a word-by-word translation: 15.
+# A word-by-word translation reaches a BLEU of 5 on test. A baseline needs 10 more: 15.
 TRANSLATION = {
     'task': 'translation',
     'losses': {},
@@ -637,7 +637,14 @@ TRANSLATION = {
 
 
 def judge_with_yardsticks(directory, yardsticks, trial, bleu):
-    """Judges three arms whose baseline has this measured trial; all have this BLEU."""
+    """Judges three arms.
+
+    Args:
+        directory: Directory of the study.
+        yardsticks: Keywords of `write_yardsticks`.
+        trial: The measured trial of the baseline.
+        bleu: The test BLEU of all arms; None for tasks other than translation.
+    """
     records = three_arms()
     if bleu is not None:
         records = with_fields(records, val_bleu=bleu - 1, test_bleu=bleu)
@@ -648,13 +655,16 @@ def judge_with_yardsticks(directory, yardsticks, trial, bleu):
 
 
 @pytest.mark.parametrize(
+    # The yardsticks, the measured trial of the baseline, and the BLEU of all arms.
     ('yardsticks', 'trial', 'bleu'),
     [
         pytest.param(
             ngram_losses(MEAN_TEST_LOSS + 1e-6), measured_trial(), None, id='better than n-grams'
         ),
+        # The gain is early - late, just above the needed 0.1.
         pytest.param({}, measured_trial(early=2.0, late=1.9 - 1e-6), None, id='uses its context'),
         pytest.param({}, measured_trial(early=None, late=None), None, id='a short context'),
+        # With wrong source sentences, the loss of 1.9 has to rise by 0.5 to 2.4.
         pytest.param(
             TRANSLATION, measured_trial(shuffled=2.4 + 1e-6), 15.0, id='a good translation'
         ),
@@ -670,10 +680,11 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
 
 
 @pytest.mark.parametrize(
-    # What the yardsticks have, the losses of the measured trial, and the BLEU of all arms.
+    # The yardsticks, the measured trial of the baseline, and the BLEU of all arms.
+    # The remark has `code` and `data`.
     ('yardsticks', 'trial', 'bleu', 'code', 'data'),
     [
-        # The baseline's loss is above that of the best n-grams, 5-grams.
+        # The best n-grams have a lower loss than the baseline.
         pytest.param(
             ngram_losses(lowest=MEAN_TEST_LOSS - 1e-6),
             measured_trial(),
@@ -683,12 +694,12 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
                 'split': 'test',
                 'loss': MEAN_TEST_LOSS,
                 'name': '5-gram',
-                'tokens': 307200,  # in which n-grams are counted
+                'tokens': 307200,  # the n-grams are counted in these tokens
                 'yardstick': MEAN_TEST_LOSS,
             },
             id='worse than n-grams',
         ),
-        # Yardsticks belong to the verdict run.
+        # These yardsticks name a screening run. Yardsticks of the verdict run are missing.
         pytest.param(
             {'run': SCREENING_OF_BASELINE},
             measured_trial(),
@@ -697,7 +708,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {},
             id='the yardstick is that of another run',
         ),
-        # The gain is early - late, 1e-6 less than 0.1.
+        # The gain is early - late, just below the needed 0.1.
         pytest.param(
             {},
             measured_trial(early=2.0, late=1.9 + 1e-6),
@@ -706,7 +717,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {'gain': 0.1, 'needed': 0.1},
             id='hardly uses its context',
         ),
-        # A translation needs 10 more than the BLEU of a word-by-word translation, 5.
+        # A word-by-word translation has a BLEU of 5. A baseline needs 10 more.
         pytest.param(
             TRANSLATION,
             measured_trial(),
@@ -723,7 +734,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {'bleu': None, 'word_by_word': 5.0, 'needed': 5.0 + 10.0},
             id='a translation without BLEU',
         ),
-        # With exchanged sources, the loss of 1.9 rises by 1e-6 less than 0.5.
+        # With wrong source sentences, the loss of 1.9 has to rise by 0.5.
         pytest.param(
             TRANSLATION,
             measured_trial(shuffled=1.9 + 0.5 - 1e-6),
@@ -732,7 +743,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {'cost': 0.5, 'needed': 0.5},
             id='hardly uses its sources',
         ),
-        # Yardsticks of masked texts and of translations have definition 2.
+        # The current definition of masked texts and translations has the number 2.
         pytest.param(
             {'task': 'masked', 'definition': 1},
             measured_trial(),
@@ -741,7 +752,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {},
             id='an outdated definition of masked text',
         ),
-        # A record without this field has definition 1.
+        # Yardsticks without the field `definition` have definition 1.
         pytest.param(
             {'task': 'translation'},
             measured_trial(),
@@ -755,9 +766,9 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
 def test_a_baseline_short_of_a_yardstick_withholds_every_verdict(
     study_dir, yardsticks, trial, bleu, code, data
 ):
-    """A yardstick is what a simple model of counts reaches. A trained baseline has to beat it.
+    """A yardstick is the loss or BLEU of a model that only counts, such as n-grams.
 
-    Otherwise the baseline has learned too little to compare other arms with it.
+    A baseline that does not beat it has learned too little to compare other arms with.
     """
     _, decisions, remarks = judge_with_yardsticks(study_dir, yardsticks, trial, bleu)
 
@@ -771,11 +782,11 @@ def test_a_baseline_short_of_a_yardstick_withholds_every_verdict(
 
 
 def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
-    """Only the baseline has to beat the yardstick, a loss of n-grams.
+    """Only the baseline has to beat the yardstick, which is the loss of n-grams.
 
-    An arm that does not beat it gets a remark, and keeps its difference and its verdict.
+    Another arm with a higher loss gets a remark, and keeps its verdict.
     """
-    # Above the baseline's loss, the yardstick is 0.5, b/vo is 1.0 and its control 2.0.
+    # The losses of b/vo are 1.0 above the baseline's, and its control's are 2.0 above.
     yardstick = MEAN_TEST_LOSS + 0.5
     records = [
         *three_arms(losses=BASE + 1.0),
@@ -791,18 +802,17 @@ def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
     yardstick_of_arm = {r.arm: r.data['yardstick'] for r in remarks if not r.blocks}
     assert yardstick_of_arm == pytest.approx({B: yardstick, control_of_b: yardstick})
 
-    # The arms that are marked in tables.
+    # Tables mark the arms that have shortfalls.
     marked_arms = {arm.key for arm in findings.every_arm if arm.shortfalls}
     assert marked_arms == {B, control_of_b}
 
-    # b/vo is judged all the same.
     assert decisions['b/vo'] is Decision.WORSE
 
 
 def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
-    """Only the baseline has to reach the yardstick; an arm below it gets a remark.
+    """Only the baseline has to reach the yardstick. Another arm below it gets a remark.
 
-    The yardstick of a translation is 10 more than the BLEU of a word-by-word translation, 5.
+    Here the yardstick is a BLEU of 15: a word-by-word translation has 5, and 10 more are needed.
     """
     records = three_arms()
     for record in records:
@@ -812,7 +822,7 @@ def test_a_translating_arm_short_of_its_yardstick_is_marked(study_dir):
 
     _, decisions, (remark,) = judge_study(study_dir)
 
-    # The remark does not block: both arms have the verdict of their losses.
+    # Both arms keep the verdict that follows from their losses.
     assert decisions == {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
     assert remark == Remark(RemarkCode.ARM_LOW_BLEU, remark.data, blocks=False, arm=B)
     assert remark.data == pytest.approx({'bleu': 14.9, 'word_by_word': 5.0, 'needed': 5.0 + 10.0})
@@ -829,7 +839,10 @@ def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
 
 
 def four_arms_with_two_seeds_far_above(variant):
-    """Returns records of four arms. In one of them, two of eight seeds end 2 nats/token higher."""
+    """Returns records of four arms.
+
+    The losses of one arm, `variant`, are 2 nats/token higher for two of its eight seeds.
+    """
     records = three_arms() + tuned_arm('d/vo', losses=list(BASE + 0.06))
     for record in records:
         if record['variant'] == variant and record['trial']['seed'] in (0, 1):
@@ -841,14 +854,14 @@ def four_arms_with_two_seeds_far_above(variant):
     ('variant', 'withheld'),
     [
         pytest.param('b/vo', ['b/vo'], id='an arm'),
-        # Every arm is compared with the baseline.
+        # Every other arm is compared with the baseline.
         pytest.param('qk/vo', ['b/vo', 'c/vo', 'd/vo'], id='the baseline'),
     ],
 )
 def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, withheld, study_dir):
-    """The losses of an arm may spread over seeds three times as much as those of the other arms.
+    """An arm gets no verdict if its losses spread too much over seeds.
 
-    A larger spread withholds the verdict of the arm.
+    The limit is sd(arm) <= 3 median(sd(other arms)), where sd is the standard deviation over seeds.
     """
     write_tuned(study_dir, four_arms_with_two_seeds_far_above(variant))
 
@@ -856,14 +869,14 @@ def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, wit
 
     (remark,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
     assert remark.arm.variant == variant
-    # The standard deviation over seeds, and the median of that of the other arms.
+    # `usual` is the median over the other arms.
     assert remark.data['sd'] > 3 * remark.data['usual']
     assert [v for v, d in decisions.items() if d is Decision.NO_VERDICT] == withheld
 
 
 @pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
 def test_seeds_that_end_far_apart_withhold_the_verdict_of_two_arms(variant, study_dir):
-    """With two arms, each arm is compared with the spread of the other one."""
+    """The spread of each of two arms is compared with the spread of the other arm."""
     records = four_arms_with_two_seeds_far_above(variant)
     two_arms = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
     write_tuned(study_dir, two_arms)
