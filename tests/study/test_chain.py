@@ -47,7 +47,7 @@ def copied_studies(directory_of_studies, tmp_path):
 
 
 def names_of_earlier_studies(path):
-    """The names of the studies that the study in a directory repeats, the latest first."""
+    """The names of the studies that a study repeats, directly or indirectly, the latest first."""
     study_ledger = ledger.read(path / ledger.NAME)
     declared = read_json(path / 'study.json', {})
     return [study.name for study in chain.earlier_studies(path, study_ledger, declared)]
@@ -179,8 +179,9 @@ def test_a_chain_whose_ledgers_disagree_is_refused(copied_studies, damage, name,
 
 
 @pytest.mark.parametrize(
-    # An arm (variant, control) of a study with this match and these destinations, and the key by
-    # which it is compared with the arms of other studies.
+    # `arm` is the (variant, control) of an arm in a study. `matched` is the cost that is equal in
+    # that study, and `destinations` are the dimensions that grow. `expected` is the key by which
+    # the arm is compared with the arms of other studies.
     ('arm', 'matched', 'destinations', 'expected'),
     [
         pytest.param(('qk/vo', None), 'total', ['d_model'], ('qk/vo', None), id='the baseline'),

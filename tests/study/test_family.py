@@ -36,7 +36,8 @@ def test_comparisons_without_results_are_corrected_for():
 
     verdict = family.judge()['b/vo']
 
-    # Corrected for 3 comparisons, and scaled from the level of the first look to ALPHA.
+    # p is multiplied by the 3 comparisons. The factor ALPHA / level(1) scales it from the level of
+    # a first look to ALPHA.
     p_holm = min(1.0, 3 * DIFFERENCE.p * ALPHA / level(look=1))
     assert abs(verdict.p_holm - p_holm) < 1e-12
 

@@ -47,13 +47,13 @@ print('no end of line', end='')
 
 
 def run_two_workers(behaviour, path) -> None:
-    """Runs the parent of two workers, in a process of its own, and exits with its exit code.
+    """Runs the parent of two workers, and exits with its exit code.
 
-    Each worker runs the program WORKER, which trains nothing. A machine with room for two workers
-    and a study with two runs left are made up.
+    Each worker runs the program WORKER, which trains nothing. The test makes up a machine with room
+    for two workers, and a study with two runs left.
 
     Args:
-        behaviour: What the workers do: 'crash' (worker 0 alone), 'refuse' (the study),
+        behaviour: What the workers do: 'crash' (only worker 0), 'refuse' (the study),
             'wait for SIGTERM' or 'wait for SIGKILL'.
         path: Directory of the study. All output goes to the file `errors` there.
     """
@@ -62,12 +62,12 @@ def run_two_workers(behaviour, path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    # The first child gets the number 0 as its last argument, the second one 1.
+    # The last argument of the first worker is 0, and the last argument of the second is 1.
     numbers = itertools.count()
     make_child = children.Child
 
     def make_numbered_child(command, *arguments):
-        """Replaces children.Child: starts the command with one more argument, a number."""
+        """Replaces children.Child: adds a number to the arguments of the command."""
         return make_child([*command, str(next(numbers))], *arguments)
 
     children.Child = make_numbered_child
@@ -102,7 +102,7 @@ def test_a_process_that_cannot_be_started_leaves_no_signal_blocked():
 
 
 def test_a_worker_is_started_without_a_warning():
-    """A worker is started by a process that has used JAX, which warns if it is forked."""
+    """JAX warns if a process that has used it is forked, so workers are started without a fork."""
     source = """
 import jax, sys
 from qkattn.jobs.children import Child
@@ -146,13 +146,13 @@ def start_parents(directory, behaviours) -> dict:
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs /proc')
 def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path):
-    """The parent of a study's workers reports how they ended, by its exit code and its output.
+    """The exit code and the output of the parent process tell how its workers ended.
 
-    Four parents run side by side, each with two workers: 0 and 1.
+    Four parents run at the same time. Each has two workers, 0 and 1.
     """
     parents = start_parents(tmp_path, ['crash', 'refuse', 'wait for SIGTERM', 'wait for SIGKILL'])
     try:
-        # A signal goes to the parent alone, and its workers end with it.
+        # A signal is sent only to the parent. Its workers end too.
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             behaviour = f'wait for {signal_number.name}'
             path = tmp_path / behaviour
@@ -166,40 +166,40 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
         for parent in parents.values():
             parent.kill()
 
-    # Exit code 2 is a wrong setting, 75 asks for another start, and -9 is the signal SIGKILL.
+    # Exit code 2 means a wrong setting, 75 asks for another start, and -9 means SIGKILL.
     logs = {behaviour: (tmp_path / behaviour / 'errors').read_text() for behaviour in parents}
     assert parents['crash'].exitcode == 0, logs
     assert parents['refuse'].exitcode == 2, logs
     assert parents['wait for SIGTERM'].exitcode == 75, logs
     assert parents['wait for SIGKILL'].exitcode == -9, logs
 
-    # Worker 0 crashed. Worker 1 went on, and its last line is printed without an end of line.
+    # Worker 0 crashed. Worker 1 went on. The parent adds an end of line to its last output.
     assert '[0] RuntimeError: broken\n' in logs['crash'], logs
     assert 'worker 0 crashed (exit code 1)\n' in logs['crash']
     assert '[1] no end of line\n' in logs['crash']
 
-    # The reason of a refusal, which a worker printed, is the last line.
+    # The last line is the reason for the refusal, which a worker printed.
     assert logs['refuse'].splitlines()[-1] == 'd_model=90 is wrong'
 
-    # The workers had time to end before the parent did.
+    # After SIGTERM, the parent waits until its workers have ended.
     assert 'and the workers have saved; the same command resumes' in logs['wait for SIGTERM']
 
 
 @pytest.mark.parametrize(
-    # `num_gpus` is 0 without GPUs, and None for an accelerator that cannot be divided.
+    # `num_gpus` is None for an accelerator that workers cannot share out.
     # `max_workers` is the number that the user gives, or None. `free_memory` is in bytes.
     ('num_cores', 'num_gpus', 'max_workers', 'runs_left', 'free_memory', 'expected'),
     [
-        # The study is tuned, so each of its three arms will have runs.
+        # One run is left now, but later each of the three tuned arms will have runs.
         pytest.param(2, 0, None, 1, math.inf, 2, id='a run for each of three arms will follow'),
         pytest.param(8, 0, None, 3, math.inf, 3, id='limited by runs'),
         pytest.param(2, 0, 3, 3, math.inf, 2, id='limited by cores'),
         # A worker takes more than 1 GiB, so 2 GiB are enough for one.
         pytest.param(2, 0, None, 3, 2 * 2**30, 1, id='limited by memory'),
         pytest.param(2, 0, 2, 3, 2 * 2**30, 2, id='a given number is not limited by memory'),
-        # Each worker takes two GPUs, which is the mesh of the study.
+        # The study has a mesh of two GPUs, so each worker takes two.
         pytest.param(8, 4, None, 3, math.inf, 2, id='limited by GPUs'),
-        # There is always one worker.
+        # There is always at least one worker.
         pytest.param(8, 1, 2, 3, math.inf, 1, id='too few GPUs'),
         pytest.param(1, 8, None, 3, math.inf, 1, id='each worker has a core of its own'),
         pytest.param(8, None, None, 3, math.inf, 1, id='an accelerator that cannot be divided'),
@@ -208,7 +208,7 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
 def test_the_number_of_workers_is_limited_by_the_machine_and_the_runs(
     monkeypatch, num_cores, num_gpus, max_workers, runs_left, free_memory, expected
 ):
-    """Workers share the runs of a study. A worker takes a core, and the GPUs of one model."""
+    """Workers share the runs of a study. A worker takes a core and the GPUs of one mesh."""
     # A machine with these cores, GPUs and memory.
     cores = list(range(num_cores))
     gpus = None if num_gpus is None else [str(gpu) for gpu in range(num_gpus)]

@@ -12,17 +12,14 @@ from tests.study.test_plan import study_with
 
 @pytest.fixture
 def described_configs(monkeypatch):
-    """Replaces the dry run of a config on a pod, which compiles it, by made-up numbers.
-
-    Per device, parameters take 4 bytes each, the optimizer 8, and a batch 1 GB of 2 GB of memory. A
-    step takes 5 TFLOP and 250 ms. Models of d_model=64 get a warning that they do not fit.
+    """Replaces the dry run of a config on a pod, which would compile it, by made-up numbers.
 
     Returns the list of the configs that are described, empty at first.
     """
     configs = []
 
     def describe(config, topology):
-        """Replaces `dry_run.describe`; `topology` is the name of the pod."""
+        """Replaces `dry_run.describe`. `topology` is the name of the pod."""
         configs.append(config)
         parameters = cost.count(config.model)['total']
         notes = [topology, 'mesh data=8']
@@ -51,9 +48,9 @@ def described_configs(monkeypatch):
 
 
 def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_configs):
-    """The table of a study on a pod has a row for each model, that of its largest run.
+    """The table of a study on a pod has a row for each model, which describes its largest run.
 
-    The dry run is replaced: it takes 12 bytes per parameter and 1 GB for a batch, of 2 GB in all.
+    The made-up dry run takes 4 + 8 bytes per parameter and 1 GB for a batch. A device has 2 GB.
     """
     study = study_with(
         variants=('qk/vo', 'shared_qk/vo'),
@@ -66,18 +63,18 @@ def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_
 
     # Two variants at two sizes are four models.
     assert [config.model for config in described_configs] == [arm.model for arm in arms]
-    # A screening has 2 seeds at 3 learning rates, more than the 3 trials of a verdict.
+    # A screening has 2 seeds at 3 learning rates. A verdict has only 3 trials.
     assert [len(config.trials.trials()) for config in described_configs] == [2 * 3] * 4
 
-    # The row of the baseline: trials, tokens, GB of parameters and optimizer, GB in all, share of
-    # the 2 GB, TFLOP and ms.
+    # The columns are: trials, tokens, GB of parameters and optimizer, GB in all, share of 2 GB,
+    # TFLOP, ms.
     lines = [' '.join(line.split()) for line in text.splitlines()]
     state = 12 * cost.count(arms[0].model)['total'] / 1e9
     total = state + 1
     assert lines[3] == f'qk/vo d_model=32 6 1,024 {state:.3g} {total:.3g} {total / 2:.1%} 5 250'
 
-    # A note that all models share comes once. shared_qk/vo is wider than its baseline of
-    # d_model=64, so the warning is about qk/vo alone.
+    # A note that all models share is printed once. The warning is for d_model=64, which only qk/vo
+    # has, because shared_qk/vo is widened to cost as much.
     assert lines[-3:] == [
         'h100-1x8',
         'mesh data=8',

@@ -453,7 +453,7 @@ def test_a_value_at_which_a_seed_diverged_gets_no_further_seeds():
 
     screening = screen(limits, sd=0.1, diverged=diverged)
 
-    # The first of the settings is the learning rate.
+    # settings[0] is the learning rate.
     num_seeds = {settings[0]: len(losses) for settings, losses in screening.losses.items()}
     # Seed 11 diverges at 4e-3, the highest rate of the grid. No higher rate is tried.
     rates_that_diverged = [rate for rate in num_seeds if rate > 3e-3]
@@ -530,7 +530,7 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
 
     by_arm, by_stage = estimated_tables(costly_study, costly_arms)
 
-    # A screening of 6 trials and a verdict of 3 take 100 steps of 4 rows of 16 tokens.
+    # A screening has 6 trials and a verdict has 3. Each trial takes 100 steps of 4 * 16 tokens.
     tokens = 9 * 100 * 4 * 16
     # A training step costs as much as 3 forward passes.
     flops = 3 * cost.flops_per_token(costly_arms[0].model) * tokens

@@ -32,7 +32,7 @@ def packed_study(study, tmp_path):
 
 
 def files_below(path):
-    """The bytes of each file below a directory by its relative path, but for locks."""
+    """The bytes of each file below a directory by its relative path, without locks."""
     files = {}
     for file in path.rglob('*'):
         if file.is_file() and file.name != 'lock':
@@ -47,7 +47,7 @@ def logs_of(packed_study):
 
 
 def change_logs(packed_study, changes):
-    """Writes files into logs.zip, or takes out those that are None."""
+    """Writes files into logs.zip. A file whose content is None is taken out."""
     logs = logs_of(packed_study)
     for name, content in changes.items():
         if content is None:
@@ -58,7 +58,7 @@ def change_logs(packed_study, changes):
 
 
 def plan_with_directory(packed_study, directory):
-    """plan.jsonl, in which the last run has another directory."""
+    """The content of plan.jsonl, with another directory for the last run."""
     lines = logs_of(packed_study)['plan.jsonl'].splitlines(keepends=True)
     last_run = json.loads(lines[-1])
     last_run['directory'] = directory
@@ -67,16 +67,17 @@ def plan_with_directory(packed_study, directory):
 
 
 def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study):
-    """A packed study has its logs in logs.zip, and three whole files beside it.
+    """A packed study consists of logs.zip and three files outside it.
 
-    Documents of screening runs and training records are left out, as no verdict reads them.
+    It leaves out training records and the documents of screening runs. No verdict reads them.
     """
     files_before = files_below(study)
     files_after = logs_of(packed_study)
     for name in stored.WHOLE_FILES:
         files_after[name] = (packed_study / name).read_bytes()
 
-    # The SHA-256 of documents.json takes the place of the documents of a screening run.
+    # In place of documents.json, a screening run has a small file with its SHA-256.
+    # `documents_of_digest` maps the name of that small file to the content of documents.json.
     left_out = set()
     documents_of_digest = {}
     for name, content in files_before.items():
@@ -93,7 +94,7 @@ def test_a_packed_study_has_every_file_that_a_verdict_reads(study, packed_study)
     packed_names = files_before.keys() - left_out
     assert files_after.keys() == packed_names | documents_of_digest.keys()
 
-    # These files lack only the lines with training records.
+    # The packed files lack only the lines with training records.
     for name in packed_names:
         lines = files_before[name].splitlines(keepends=True)
         packed_lines = [line for line in lines if not ledger.is_training(line)]
@@ -112,8 +113,8 @@ def test_a_stored_study_is_stored_again_with_the_same_bytes(packed_study, tmp_pa
 
 
 def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypatch):
-    """The files in logs.zip are read in memory. They are not unpacked, here or elsewhere."""
-    # Temporary files would be written to an empty directory.
+    """The files in logs.zip are read in memory, and never unpacked."""
+    # Temporary files would be written to this empty directory.
     temporary = tmp_path / 'tmp'
     temporary.mkdir()
     monkeypatch.setenv('TMPDIR', str(temporary))
@@ -127,7 +128,7 @@ def test_reading_a_packed_study_writes_no_file(packed_study, tmp_path, monkeypat
 
 
 def test_a_packed_study_becomes_a_working_directory(packed_study):
-    """Unpacking replaces logs.zip by its files, and gives each finished run a result.json."""
+    """Unpacking replaces logs.zip by its files, and writes result.json of each finished run."""
     logs = logs_of(packed_study)
 
     stored.unpack_in_place(packed_study)
@@ -137,19 +138,19 @@ def test_a_packed_study_becomes_a_working_directory(packed_study):
     for name, content in logs.items():
         assert unpacked_files[name] == content
 
-    # result.json has the results of one run, which results.jsonl has for all runs.
+    # results.jsonl has the results of all runs. result.json has the results of one run.
     lines = read_lines(packed_study / 'results.jsonl')
     expected_losses = [line['val_loss'] for line in lines if line['run'] == RUN]
     entries = json.loads((packed_study / RUN / 'result.json').read_text())
     assert [entry['val_loss'] for entry in entries] == expected_losses
 
-    # Unpacked once more, a working directory stays as it is.
+    # Unpacking a second time changes nothing.
     stored.unpack_in_place(packed_study)
     assert files_below(packed_study) == unpacked_files
 
 
 def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch):
-    """logs.zip is removed after all other files are written, so unpacking can start again."""
+    """logs.zip is removed only after all other files are written, so unpacking can start again."""
 
     def interrupt(path, content):
         """Replaces the writing of a result.json by Ctrl-C."""
@@ -167,7 +168,7 @@ def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    # Files that logs.zip gets, or lacks (None).
+    # `changes` has the new content of files in logs.zip. None takes a file out.
     ('changes', 'message'),
     [
         ({'plan.jsonl': None}, 'logs.zip has no plan.jsonl'),
@@ -242,7 +243,7 @@ def test_no_link_is_followed_where_files_are_unpacked(
     packed_study, tmp_path, link_name, run_directory
 ):
     """A link in the study could lead anywhere, so nothing is unpacked through it."""
-    # In the plan and in logs.zip, the last run has another directory.
+    # Move the last run to another directory, in the plan and in logs.zip.
     changes = {
         'plan.jsonl': plan_with_directory(packed_study, run_directory),
         f'{run_directory}/metrics.jsonl': b'',
@@ -252,7 +253,7 @@ def test_no_link_is_followed_where_files_are_unpacked(
             changes[name] = None  # removes the file
     change_logs(packed_study, changes)
 
-    # Part of the path of that directory is a link, which leads out of the study.
+    # The path of that directory contains a link, which leads out of the study.
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
     link = packed_study / link_name

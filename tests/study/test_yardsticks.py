@@ -36,8 +36,8 @@ class RecordedStudy(NamedTuple):
 def study(small_run, tmp_path):
     """Prepares the directory of a study with one finished verdict run, 'a', in runs/a.
 
-    The run is a small language model with a trial for each of the seeds 0 and 1, and a checkpoint.
-    It is a run of the baseline. Returns the path of the study and the config of the run.
+    The run trained the baseline, a small language model, with the seeds 0 and 1. It has a
+    checkpoint. Returns the config of the run and the path of the study.
     """
     config = small_run.config
     shutil.copytree(small_run.path, tmp_path / 'runs/a')
@@ -82,9 +82,9 @@ def text_of(batches):
 
 
 def test_a_group_says_which_run_and_which_tokens_it_is_of(study):
-    """A group is an entry of yardsticks.json for one size, corpus and length of training.
+    """Yardsticks are the losses of n-grams, which the baseline has to beat.
 
-    Yardsticks are the losses of n-grams, which the baseline has to beat.
+    A group is the entry of yardsticks.json for one size, corpus and length of training.
     """
     problems = yardsticks.record(study.path)
 
@@ -94,9 +94,9 @@ def test_a_group_says_which_run_and_which_tokens_it_is_of(study):
     assert group['size'] == 'd_model=32'
     assert group['longer'] is False
     assert group['task'] == 'language'
-    assert group['definition'] == 1
+    assert group['definition'] == 1  # the version of the measurements
 
-    # n-grams are counted in as many tokens as a trial is trained on.
+    # A trial is trained on `seen` tokens. The n-grams are counted in `tokens` tokens, the same.
     num_steps = 12
     batch_size = 8
     context = 16
@@ -106,13 +106,13 @@ def test_a_group_says_which_run_and_which_tokens_it_is_of(study):
 
 
 def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
-    """n-grams are counted in the rows of the run's 12 training steps, drawn with the first seed."""
+    """n-grams are counted in the rows that the first trial, of seed 0, saw in its 12 steps."""
     problems = yardsticks.record(study.path)
 
     assert problems == []
     (group,) = recorded_yardsticks(study.path)['groups']
 
-    # Count the same n-grams here. The test split is evaluated on 8 rows.
+    # Count the same n-grams here.
     batch_size = 8
     rows = rows_of(study.config)
     training_batches = [
@@ -125,13 +125,13 @@ def test_counts_are_of_the_rows_that_the_first_trial_saw(study):
     evaluated = ngrams.preceding(text_of(test_batches), max_order - 1)
     (nats_OM,) = ngrams.losses(contexts_KN, targets_N, [evaluated], rows.vocab_size)
 
-    # Row 0 has the losses of order 1.
+    # Row 0 of `nats_OM` has the losses of order 1.
     expected = {f'{order}-gram': nats_OM[order - 1].mean() for order in range(1, max_order + 1)}
     assert group['losses']['test'] == pytest.approx(expected)
 
 
 def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
-    """Yardsticks also have losses of each trial of a verdict run, measured from its checkpoint."""
+    """yardsticks.json also has losses of every trial, measured from the checkpoint of its run."""
     problems = yardsticks.record(study.path)
 
     assert problems == []
@@ -140,28 +140,28 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
     assert [trial['seed'] for trial in run['trials']] == [0, 1]
     for trial, result in zip(run['trials'], results, strict=True):
         assert trial['loss'] == pytest.approx(result['test_loss'], abs=1e-5)
-        # The losses early and late in the context.
+        # These are the losses early and late in the context.
         assert trial['early'] > 0
         assert trial['late'] > 0
-        # Only a translation has a loss with shuffled sources.
+        # Only a translator has a loss with shuffled source sentences.
         assert trial['shuffled'] is None
 
 
 def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
-    # Packing keeps plan and results, but leaves out checkpoints.
+    # Packing leaves out the checkpoints.
     packed_study = study.path / 'packed'
     stored.pack(study.path, packed_study)
 
-    # `record` returns problems. A missing checkpoint is not one of them.
+    # `record` returns a list of problems. A missing checkpoint is no problem.
     assert yardsticks.record(packed_study) == []
     assert yardsticks.record(study.path) == []
 
-    # `groups` are losses of counts, such as n-grams, for which the data suffice.
+    # `groups` has the losses of n-grams, which are counted in the data.
     recorded_for_packed = recorded_yardsticks(packed_study)
     recorded_for_study = recorded_yardsticks(study.path)
     assert recorded_for_packed['groups'] == recorded_for_study['groups']
 
-    # `runs` are losses of the trials of each run, measured from its checkpoint.
+    # `runs` has the losses of trained trials, which need the checkpoint of their run.
     (packed_run,) = recorded_for_packed['runs']
     assert packed_run['trials'] is None
     assert packed_run['why'] == 'it has no checkpoint'
@@ -180,7 +180,7 @@ def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypa
     first_recording = (study.path / YARDSTICKS).read_bytes()
     shutil.rmtree(study.path / 'runs')
 
-    # A measurement would call None.
+    # Any measurement would call None, and raise an error.
     monkeypatch.setattr(yardsticks, '_measure_group', None)
     problems = yardsticks.record(study.path)
 
@@ -189,13 +189,14 @@ def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypa
 
 
 def test_without_checkpoints_only_counts_are_recorded(study):
-    """n-grams are counted in the data. The losses of trials need the checkpoint of their run."""
+    """Losses of n-grams need only the data. Losses of trials need the checkpoint of their run."""
     shutil.rmtree(study.path / 'runs')
 
     problems = yardsticks.record(study.path)
 
     assert problems == []
     recorded = recorded_yardsticks(study.path)
+    # `groups` has the losses of n-grams, and `runs` the losses of trials.
     assert recorded['groups'][0]['losses']['test']
     assert recorded['runs'] == [
         {
@@ -208,7 +209,7 @@ def test_without_checkpoints_only_counts_are_recorded(study):
             'why': 'it has no checkpoint',
         },
     ]
-    # The record names the commit that measured.
+    # `start` describes the program that measured the losses.
     assert recorded['start']['git']
 
 
@@ -222,20 +223,20 @@ def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
 
 
 def test_a_checkpoint_of_another_training_is_not_measured(study):
-    """The losses of a checkpoint are recorded only if it fits the results of its run.
+    """The losses of a checkpoint are recorded only if they fit the results of its run.
 
     A run without recorded losses is tried again at the next recording.
     """
     results = read_lines(study.path / 'results.jsonl')
 
-    # The result names a loss far below that of the small model.
+    # The results claim a loss of 1.0, far below the loss of the small model.
     change_results(study.path, test_loss=1.0)
     assert yardsticks.record(study.path) == []
     (run,) = recorded_yardsticks(study.path)['runs']
     assert run['trials'] is None
     assert run['why'].endswith(', its result 1.0000')
 
-    # The checkpoint has two trials, of which one has a result.
+    # The checkpoint has two trials, but only the first has a result.
     write_lines(study.path / 'results.jsonl', results[:1])
     assert yardsticks.record(study.path) == []
     (run,) = recorded_yardsticks(study.path)['runs']
@@ -244,7 +245,7 @@ def test_a_checkpoint_of_another_training_is_not_measured(study):
 
 
 def data_in_results(rows):
-    """The identity of the data as results.jsonl has it, with lists for tuples."""
+    """The identity of the data, with lists in place of tuples, like in results.jsonl."""
     return json.loads(json.dumps(rows.identity()))
 
 
@@ -269,16 +270,16 @@ def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
         train={'num_steps': num_steps, 'batch_size': batch_size},
     )
     rows = rows_of(config)
-    # An encoder on text predicts masked tokens.
+    # An encoder on text learns to predict masked tokens.
     assert isinstance(rows, MaskedRows)
 
     counts = rows.yardsticks(config)
 
     assert counts.task == 'masked'
-    # Tokens are counted in the rows that a trial is trained on.
+    # The yardsticks are losses of a model that counts the tokens of all training rows.
     assert counts.tokens == num_steps * batch_size * context
 
-    # Each loss is of predicting masked tokens from their 0 to 5 nearest visible tokens.
+    # This model predicts a masked token from its 0 to 5 nearest visible tokens.
     losses = counts.losses['test']
     assert list(losses) == [
         'frequencies',
@@ -288,15 +289,14 @@ def test_a_masked_text_is_counted_by_its_visible_neighbours(tiny):
         '4 nearest visible neighbours',
         '5 nearest visible neighbours',
     ]
-    # A byte of text is easier to predict with a known neighbour, by over 0.1 nats.
+    # A known neighbour lowers the loss by more than 0.1 nats/token.
     assert losses['nearest visible neighbour'] < losses['frequencies'] - 0.1
 
 
 def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
-    """A task is what is predicted in a text. One from outside is named by its import path.
+    """The task Ahead, of a module outside the package, predicts a token at a distance.
 
-    The task Ahead predicts a token at a distance. Its yardstick is the loss of a model that knows
-    how frequent each token is.
+    Its yardstick is the loss of a model that only knows how frequent each token is.
     """
     config = tiny(data={'task': 'ahead:Ahead'})
     rows = rows_of(config)
@@ -305,19 +305,19 @@ def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
 
     assert group['task'] == 'ahead'
     assert group['losses']['test'] == {'frequencies': rows.unigram_nats('test')}
-    # The task does not say in how many tokens it counts.
+    # `tokens` is the number of training tokens that a yardstick counts. Ahead does not set it.
     assert group['tokens'] is None
-    # Tasks from outside always have definition 1.
+    # `definition` is the version of a task's yardsticks. Tasks from outside always have version 1.
     assert group['definition'] == 1
     assert is_current(group)
 
 
 @pytest.fixture
 def wrong_tasks(outside):
-    """Writes a module `wrong_tasks` with two tasks whose yardsticks are not as they have to be.
+    """Writes a module `wrong_tasks` with two tasks whose yardsticks have a wrong form.
 
-    A task has to return Yardsticks, with losses by the prefix of a split, 'val' or 'test'.
-    NoYardsticks returns a dict. NoPrefix has losses of 'validation'.
+    A task has to return Yardsticks with losses by split, 'val' or 'test'. NoYardsticks returns a
+    dict. NoPrefix has losses of 'validation'.
     """
     ahead = (outside / 'ahead.py').read_text()
     classes = """
@@ -357,7 +357,7 @@ def test_yardsticks_of_another_form_are_refused(tiny, wrong_tasks, task, message
 def test_a_translation_is_compared_with_word_by_word_translation():
     """The yardstick of a translation is the BLEU that a word-by-word translation reaches.
 
-    It uses a dictionary (IBM model 1), which is learned from the sentence pairs of training.
+    Its dictionary (IBM model 1) is learned from the sentence pairs of the train split.
     """
     config = translator('smoke')
     rows = rows_of(config)
@@ -387,24 +387,24 @@ def test_a_translation_is_compared_with_word_by_word_translation():
 
 
 def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
-    """Each recorded group has the version of its definition, 1 for language models.
+    """A recorded group with an earlier version of its definition is measured again.
 
-    A group of an earlier version is measured again where the data of the study are present.
+    This needs the data of the study. The version for language models is 1.
     """
-    # A group is recorded, and then the definition changes.
+    # A group is recorded, and then its definition becomes version 2.
     yardsticks.record(study.path)
     before = recorded_yardsticks(study.path)
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
 
-    # This machine has other data than the results name, so the group stays as it is.
+    # On a machine with other data, the group stays as it is.
     results = read_lines(study.path / 'results.jsonl')
     change_data(study.path)
     (problem,) = yardsticks.record(study.path)
     assert 'other data on this machine' in problem
     assert recorded_yardsticks(study.path) == before
 
-    # With the right data, the group is measured again. The counts are the same.
+    # With the right data, the group is measured again, with the same losses.
     write_lines(study.path / 'results.jsonl', results)
     assert yardsticks.record(study.path) == []
     after = recorded_yardsticks(study.path)
@@ -413,19 +413,19 @@ def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    # The loss at a position is its number, from 0.
+    # The loss at position i is i, from 0.
     ('context', 'loss', 'early', 'late'),
     [
-        # The mean of 0 to 16, the fourth position, and the mean of the last half, 8 to 16.
+        # mean(0, ..., 16) = 8, the fourth position is 3, and mean(8, ..., 16) = 12.
         pytest.param(17, 8, 3, 12, id='long'),
-        # The mean of 0 to 6. The first half has three positions, so there is no fourth one.
+        # mean(0, ..., 6) = 3. The first half has only three positions, so there is no early loss.
         pytest.param(7, 3, None, None, id='short'),
     ],
 )
 def test_early_and_late_losses_are_means_over_parts_of_the_context(
     tiny, monkeypatch, context, loss, early, late
 ):
-    """`early` is the loss at the fourth position, `late` that of the last half of the context."""
+    """`early` is the loss at the fourth position, `late` the mean loss in the last half."""
 
     def loss_is_position(params, batch):
         """Replaces the model: the loss of every target is its position. There is one trial."""

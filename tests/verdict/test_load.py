@@ -85,8 +85,8 @@ FINAL = '{"kind": "final", "step": 400}'
 
 
 @pytest.mark.parametrize(
-    # A whole log ends with an evaluation at the last step, and then a line of the kind 'final'.
-    # The evaluation in these lines has the loss of one trial, but the run has two.
+    # `lines` are added to the log. A whole log ends with an evaluation at the last step, and then a
+    # line of the kind 'final'. EVALUATION has the loss of one trial, but the run has two trials.
     ('lines', 'message'),
     [
         pytest.param([EVALUATION], 'does not end with the last evaluation', id='no final line'),
@@ -98,7 +98,7 @@ FINAL = '{"kind": "final", "step": 400}'
     ],
 )
 def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, message):
-    """A damaged log of evaluations is a problem of the study, but its results still count."""
+    """A damaged log of evaluations is reported as a problem, but the results still count."""
     study_of_two_arms(study_dir, [result_of(seed=0), result_of(seed=1)])
     for line in lines:
         add_line(study_dir / LOG, line)
@@ -130,12 +130,12 @@ def test_evaluations_end_where_a_trial_diverges(study_dir):
 def test_evaluations_of_a_run_without_all_results_are_left_out(study_dir):
     """Each evaluation in a log has a list of losses, one for each trial of the run.
 
-    If a trial has no result, it is not known which loss is whose.
+    If a trial has no result, the losses cannot be assigned to trials.
     """
-    # The run has the trials of seed 0, finished, and of seed 1, diverged.
+    # The trial of seed 0 finished, and the trial of seed 1 diverged.
     records = [result_of(seed=0, val_loss=0.5), result_of(seed=1, val_loss=None)]
     studies.write_study(study_dir, records, num_evals=4)
-    # Only that of seed 1 has a result.
+    # Only seed 1 has a result.
     studies.write_lines(study_dir / 'results.jsonl', records[1:])
 
     study = load_study(study_dir)
@@ -164,11 +164,11 @@ def test_a_bad_declaration_is_refused(study_dir, changes, message):
 
 
 def test_settings_that_this_version_does_not_know_are_left_out(study_dir):
-    """A study of a later version may have settings that this one lacks. It is read without them."""
+    """A study of a later version may have unknown settings. It is read without them."""
     base = to_json(Config())
     base['model']['num_layers'] = 3
     base['model']['depth_decay'] = 2  # no setting of this version
-    # The hash in study.json is of all settings, so it fits.
+    # The hash in study.json includes the unknown setting, so it fits.
     base_hash = fingerprint_of(base)
     records = studies.tuned_arm('qk/vo')
     studies.write_tuned(study_dir, records, base=base, base_hash=base_hash)
@@ -180,15 +180,15 @@ def test_settings_that_this_version_does_not_know_are_left_out(study_dir):
 
 
 def test_settings_that_do_not_fit_their_hash_are_a_problem(study_dir):
-    """The base config is changed after its hash was taken.
+    """The base config was changed after its hash was taken, which is reported.
 
-    An unknown setting, or one of a wrong type, is no further problem.
+    It also has an unknown setting and a setting of a wrong type, which are not reported.
     """
     base = to_json(Config())
     base['model']['depth_decay'] = 2  # unknown
     base['model']['num_layers'] = 3
     hash_before_change = fingerprint_of(base)
-    base['model']['d_ff'] = {'a': 1}  # of a wrong type, because d_ff is a number
+    base['model']['d_ff'] = {'a': 1}  # d_ff has to be a number
     studies.write_study(study_dir, [result_of()], base=base, base_hash=hash_before_change)
 
     (problem,) = load_study(study_dir).problems
@@ -199,7 +199,7 @@ def test_settings_that_do_not_fit_their_hash_are_a_problem(study_dir):
 def test_findings_are_cached_until_a_file_changes(study_dir):
     """Findings of a packed study are computed once, and again if one of its files has changed.
 
-    A packed study has its logs in a zip archive.
+    A packed study has its logs in logs.zip.
     """
     packed_study = study_dir / 'packed'
     studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'))
@@ -208,7 +208,7 @@ def test_findings_are_cached_until_a_file_changes(study_dir):
     findings = load_findings(packed_study)
     assert load_findings(str(packed_study)) is findings
 
-    # A damaged file is noticed, so the findings are not those of the cache.
+    # The damaged file is read, so the findings do not come from the cache.
     (packed_study / 'yardsticks.json').write_text('{}')
     with pytest.raises(ReportError, match=r"yardsticks\.json.* be read: .*'groups' is missing"):
         load_findings(packed_study)
@@ -235,7 +235,7 @@ OTHER_RATE = {'trial': result_of(learning_rate=3.0)['trial']}
 
 
 def assert_refused(directory, file, message):
-    """Loading the study raises an error of one line that names the file."""
+    """Asserts that loading the study raises an error of one line that names the file."""
     with pytest.raises(ReportError, match=re.escape(message)) as raised:
         load_study(directory)
     assert file in str(raised.value)
@@ -254,7 +254,7 @@ def assert_refused(directory, file, message):
 def test_results_of_another_study_or_run_are_refused(copied_study, changes, message):
     file = copied_study / 'results.jsonl'
     lines = studies.read_lines(file)
-    # From the verdict of b/vo on, all results are changed.
+    # Change the results of the verdict run of b/vo, and all results after them.
     runs = [line['run'] for line in lines]
     for line in lines[runs.index(B_RUN) :]:
         line.update(changes)
@@ -320,12 +320,12 @@ C_WITHHELD = {'b/vo': Decision.WORSE, 'c/vo': Decision.NO_VERDICT}
 
 
 def assert_found(directory, message, decisions):
-    """Asserts what is found in a study that compares b/vo and c/vo with the baseline qk/vo.
+    """Asserts that a damage to a study is reported, and what is decided on b/vo and c/vo.
 
     Args:
-        directory: Directory of the study, which is like `study_of_three_arms`, but for a damage.
-        message: A regular expression for the damage. It is a problem of reading the study, or a
-            remark that blocks a verdict.
+        directory: Directory of a copy of `study_of_three_arms`, with a damage.
+        message: A regular expression for the damage. The message is a problem of reading the study,
+            or a remark that blocks a verdict.
         decisions: The decisions on b/vo and c/vo. Each is WORSE, or NO_VERDICT if it is withheld.
 
     Returns:
@@ -349,7 +349,7 @@ def assert_found(directory, message, decisions):
 
 
 def test_a_verdict_is_withheld_where_results_are_missing(copied_study):
-    # The last result is that of the last verdict trial of c/vo.
+    # The last line is the result of the last verdict trial of c/vo.
     lines = studies.read_lines(copied_study / 'results.jsonl')
     studies.write_lines(copied_study / 'results.jsonl', lines[:-1])
     assert_found(copied_study, '7 of its 8 verdict trials', C_WITHHELD)
@@ -367,7 +367,7 @@ def assert_withheld_without_documents(directory, message):
 
 
 def test_a_verdict_is_withheld_where_documents_are_missing(copied_study):
-    """Without documents, an interval would be narrower."""
+    """Without documents, the interval would lack the error over documents, and be too narrow."""
     (copied_study / B_RUN / 'documents.json').unlink()
     message = r'verdict-4 has results, but documents\.json is missing'
     assert_withheld_without_documents(copied_study, message)
@@ -404,7 +404,7 @@ def enlarge_a_loss(documents):
     ],
 )
 def test_a_verdict_is_withheld_where_documents_are_damaged(copied_study, damage, message):
-    """Without documents, an interval would be narrower."""
+    """Without documents, the interval would lack the error over documents, and be too narrow."""
     file = copied_study / B_RUN / 'documents.json'
     documents = json.loads(file.read_text())
     damage(documents)

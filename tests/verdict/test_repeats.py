@@ -18,7 +18,7 @@ NOISE = 0.003 * np.array([3, -1, 2, 0, -2, 1, -3, 1])
 
 
 def records_of_arm(variant, delta, seeds=FIRST_SEEDS):
-    """Trials of an arm that is worse by `delta`, with noise unless it is 0."""
+    """Trials of an arm that is worse by `delta`. If `delta` is 0, no noise is added."""
     num_seeds = len(seeds)
     losses = 2 + 0.05 * np.arange(num_seeds) + delta
     if delta != 0:
@@ -27,10 +27,10 @@ def records_of_arm(variant, delta, seeds=FIRST_SEEDS):
 
 
 def declare_repeat(directory, name):
-    """Adds to the ledger of a study that it repeats the study `name` beside it.
+    """Adds an entry to the ledger of a study: it repeats the study `name` in the same directory.
 
-    The entry names the last entry of the other ledger by its hash. It is made in retrospect, when
-    the results are known.
+    The entry has the hash of the last entry of the other ledger. `retrospective` says that the
+    results were already known.
     """
     last_entry = ledger.read(directory.parent / name / ledger.NAME).last
     ledger.append(
@@ -45,7 +45,7 @@ def declare_repeat(directory, name):
 
 @pytest.fixture
 def first(tmp_path):
-    """A study of two arms and eight seeds."""
+    """A study that compares b/vo and c/vo with the baseline, with eight seeds."""
     records = [
         *records_of_arm('qk/vo', 0),
         *records_of_arm('b/vo', 0.004),
@@ -56,7 +56,7 @@ def first(tmp_path):
 
 @pytest.fixture
 def second(first):
-    """A repeat of the arm b/vo of the first study, with six fresh seeds."""
+    """A study that repeats the comparison of b/vo in the first study, with six fresh seeds."""
     records = [
         *records_of_arm('qk/vo', 0, FRESH_SEEDS),
         *records_of_arm('b/vo', 0.006, FRESH_SEEDS),
@@ -76,13 +76,13 @@ def sum_of_squared_deviations(values):
 
 
 def test_a_repeat_pools_the_seeds_of_both_studies(first, second):
-    """A study that repeats another one compares arms over the seeds of both.
+    """A study that repeats another study compares arms over the seeds of both.
 
-    The first study has eight seeds, the second one six others. Both have the arm b/vo.
+    The first study has eight seeds. The second study has six other seeds. Both have the arm b/vo.
     """
     arm = arm_of(second, 'b/vo')
 
-    # Eight differences come from the first study.
+    # Eight of the differences come from the first study.
     assert arm.comparison.pooled == {'first': 8}
     assert arm.difference.n == 8 + 6
     differences = arm.comparison.differences  # by seed
@@ -93,7 +93,8 @@ def test_a_repeat_pools_the_seeds_of_both_studies(first, second):
     mean = np.mean(first_differences + second_differences)
     assert arm.difference.mean == pytest.approx(mean)
 
-    # The standard deviation is around the mean of each study, so two degrees of freedom are lost.
+    # Each difference deviates from the mean of its own study. The two means cost two degrees of
+    # freedom.
     squares_of_first = sum_of_squared_deviations(first_differences)
     squares_of_second = sum_of_squared_deviations(second_differences)
     variance = (squares_of_first + squares_of_second) / (8 + 6 - 2)
@@ -101,7 +102,7 @@ def test_a_repeat_pools_the_seeds_of_both_studies(first, second):
 
 
 def bound_of_tuning(arm):
-    """How far the losses of all knobs may lie above their optima."""
+    """A bound on the loss that imperfect tuning costs, summed over the tuned settings."""
     return sum(sweep.at_worst for sweep in arm.sweeps.values())
 
 
@@ -126,8 +127,8 @@ def test_a_repeat_is_a_second_look_in_the_family_of_both(first, second):
 def test_a_study_that_is_not_kept_counts_as_a_look(first, second):
     """Each study that compares an arm with the baseline is a look at that arm.
 
-    A study whose files are not kept counts too. The ledger of the study that repeats it names its
-    arms. Here, `second` repeats `first`, which repeats the lost study 'zeroth'.
+    A study whose files are lost counts too: a ledger that repeats it names its arms. Here, `second`
+    repeats `first`, which repeats the lost study 'zeroth'.
 
     | study  | compares with qk/vo |
     |--------|---------------------|
@@ -147,19 +148,19 @@ def test_a_study_that_is_not_kept_counts_as_a_look(first, second):
         why='replaced',
     )
 
-    # A study counts its own look and those before it.
+    # A look is numbered in the chain zeroth, first, second.
     assert arm_of(first, 'b/vo').verdict.look == 2
     assert arm_of(second, 'b/vo').verdict.look == 3
-    # The lost study does not have c/vo.
+    # The lost study did not compare c/vo.
     assert arm_of(first, 'c/vo').verdict.look == 1
 
-    # The p values are corrected for the three arms b/vo, c/vo and d/vo.
+    # p values are corrected for all arms of the three studies: b/vo, c/vo and d/vo.
     assert arm_of(first, 'b/vo').verdict.num_comparisons == 3
     assert arm_of(second, 'b/vo').verdict.num_comparisons == 3
 
 
 def train_with_label_smoothing(directory):
-    """Makes the study look as if its runs had trained with label smoothing."""
+    """Plans label smoothing in all runs of a study that has results already."""
     lines = studies.read_lines(directory / 'plan.jsonl')
     for line in lines:
         line['config']['train']['label_smoothing'] = 0.1
@@ -192,7 +193,7 @@ def test_an_arm_may_not_have_a_seed_in_both_studies(first):
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
 def test_a_ledger_other_than_the_declared_one_is_refused(first, second, call):
-    # The first study is written again, with another margin.
+    # The first study is written again with another margin, so its ledger is a different one.
     records = [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)]
     studies.write_tuned(first, records, margin=0.02)
 

@@ -21,31 +21,34 @@ LONG_STEPS = 4 * SHORT_STEPS
 
 
 @pytest.mark.parametrize(
-    # `short` and `long` are the differences from the baseline after either training, in nats/token.
-    # Below zero is better. `error` is the standard error of each, and `equivalent` tells whether
-    # the verdict after the short training is 'equivalent'.
+    # `short` and `long` are the differences from the baseline after a short and a long training, in
+    # nats/token. Below zero is better. Each has the standard error `error`. `equivalent` tells
+    # whether the verdict after the short training is 'equivalent'.
     ('short', 'long', 'error', 'equivalent', 'code', 'towards'),
     [
-        # The limit of a change is the margin of 0.01, as 3 standard errors are less.
+        # The limit of a change is the margin of 0.01. Three errors, 3 * sqrt(2) * 0.001, are less.
         (0.05, 0.05 - 0.01 + 1e-6, 0.001, False, Length.SETTLED, 'better'),
         (0.05, 0.05 - 0.01 - 1e-6, 0.001, False, Length.SHRINKS, 'better'),
         (0.05, 0.05 + 0.01 + 1e-6, 0.001, False, Length.GROWS, 'worse'),
         (-0.05, -0.05 - 0.01 - 1e-6, 0.001, False, Length.GROWS, 'better'),
-        # The change of 0.025 is within 3 standard errors, 3 * sqrt(2) * 0.009.
+        # The change of -0.025 is within the limit of three errors, 3 * sqrt(2) * 0.009 = 0.038.
         (0.05, 0.025, 0.009, False, Length.SETTLED, 'better'),
-        # Another sign, though the change is within the margin.
+        # The sign changes, so the small size of the change does not matter.
         (0.003, -0.001, 0.001, False, Length.TURNS, 'better'),
-        # The sign of an equivalent arm does not matter, but it has to stay within the margin.
+        # The sign does not matter for an equivalent arm, but it has to stay within the margin.
         (0.003, -0.001, 0.001, True, Length.SETTLED, 'better'),
         (0.003, 0.011, 0.001, True, Length.GROWS, 'worse'),
-        # Another sign, whatever the errors.
+        # The sign changes, so the large errors do not matter.
         (0.05, -0.05, 1.0, False, Length.TURNS, 'better'),
     ],
 )
 def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
     short, long, error, equivalent, code, towards
 ):
-    """A difference may change by the margin, or by 3 standard errors of the change if more."""
+    """A settled difference keeps its sign, and changes by at most a limit.
+
+    The limit is max(margin, 3 * error_of_change).
+    """
     margin = 0.01
 
     settling = settle(
@@ -56,10 +59,9 @@ def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
     )
 
     assert settling.code == code
-    # Whether longer training lowers the difference or raises it.
+    # Longer training moves the difference down, towards 'better', or up, towards 'worse'.
     assert settling.towards == towards
-    # The longer training has four times the steps.
-    assert settling.times == 4
+    assert settling.times == 4  # of the steps
     error_of_change = np.sqrt(error**2 + error**2)
     assert settling.limit == pytest.approx(max(margin, 3 * error_of_change))
 
@@ -83,9 +85,9 @@ def short_records(**changes):
 
 
 def long_records(difference, seeds=FRESH_SEEDS, learning_rate=None, **changes):
-    """Records of qk/vo, and of b/vo with this difference, after four times the steps.
+    """Records of qk/vo, and of b/vo with this difference, trained for 4 * 400 steps.
 
-    The verdict of b/vo trains at `learning_rate`; None means its tuned rate.
+    The verdict run of b/vo trains at `learning_rate`. None means the tuned rate.
     """
     changes |= {'seeds': seeds, 'num_steps': LONG_STEPS, 'num_tokens': LONG_STEPS * 768}
     baseline = tuned_arm('qk/vo', losses=list(BASE_LOSSES), **changes)
@@ -116,16 +118,17 @@ def settling_of_b(path):
 
 
 @pytest.mark.parametrize(
-    # `difference` is that of b/vo from qk/vo in the longer study. The margin is 0.005.
+    # `difference` is the loss of b/vo minus the loss of qk/vo in the longer study.
+    # It is 0.05 in the short study, and the margin is 0.005.
     ('difference', 'code'),
     [(0.052, Length.SETTLED), (0.02, Length.SHRINKS), (-0.05, Length.TURNS)],
 )
 def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     short_study, tmp_path, difference, code
 ):
-    """A study reads others in the directory above it that train its arms four times as long.
+    """A study in the same directory may train the same arms four times as long.
 
-    In the short study, b/vo is worse than qk/vo by about 0.05 nats/token.
+    Its differences show whether the differences of the short study are settled.
     """
     long_study = tmp_path / 'long'
     write_study_of_length(long_study, long_records(difference), FRESH_SEEDS, LONG_STEPS)
@@ -133,7 +136,7 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     settling = settling_of_b(short_study)
 
     assert settling.code is code
-    # The difference after the longer training is read, too.
+    # The settling also has the difference after the longer training.
     if code is Length.SHRINKS:
         assert settling.longer == pytest.approx(difference, abs=1e-3)
     # No study trains longer than the long one.
@@ -141,7 +144,8 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
 
 
 @pytest.mark.parametrize(
-    # Seeds, steps and other changes of the longer study.
+    # `seeds` and `num_steps` are of the longer study. Each case differs in one way from a longer
+    # study that settles a difference: fresh seeds and four times the steps.
     ('seeds', 'num_steps', 'changes_of_arms', 'changes_of_study'),
     [
         pytest.param(VERDICT_SEEDS, LONG_STEPS, {}, {}, id='the same seeds'),
