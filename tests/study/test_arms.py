@@ -230,7 +230,7 @@ class Keyless(QK):
 
 
 def lines_of_match_error(study):
-    """Builds arms that cannot all be matched; returns the lines of the error."""
+    """Builds arms that cannot all be matched, and returns the lines of the error."""
     with pytest.raises(MatchError) as caught:
         build_arms(study)
     return str(caught.value).splitlines()
@@ -463,14 +463,14 @@ def test_controls_at_the_same_shape_need_tuning_and_a_match(fields):
         assert arm.key.control is None
 
 
-# Configs of equal cost: what each destination moves, what it leaves alone, and what is refused.
+# Configs of equal cost: what each destination changes, what it keeps, and what is refused.
 
 SMALL = ModelConfig(d_model=96, num_layers=2, num_heads=4, context=64)
 DEEP = ModelConfig(d_model=128, num_layers=4, num_heads=4)
 FROZEN = 'examples.frozen:Frozen'  # costs as much as the baseline
 HADAMARD = 'examples.hadamard:Hadamard'
-# Variants that cannot be matched by d_model: they save or cost less than half a step of it, or need
-# a power of two.
+# Variants that no d_model matches. Hadamard needs a d_model that is a power of two. The others save
+# or cost less than half a step of d_model.
 REFUSED = {'examples.collaborative:Collaborative/vo', 'nonlinear_query/vo', f'qk/{HADAMARD}'}
 EVERY_VARIANT = [
     (base, which, {'score': score, 'value': value})

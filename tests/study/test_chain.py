@@ -20,12 +20,12 @@ FRESH = (20, 21, 22, 23)
 
 
 def repeat_of(name, **changes):
-    """STUDY with fresh seeds, as a repeat of the study `name`."""
+    """STUDY with fresh seeds, which repeats the study `name`."""
     return study_with(STUDY, trials={'seeds': FRESH}, repeats=name, **changes)
 
 
 def declare(path, study):
-    """Declares a study in a directory, as its first worker would; returns its ledger."""
+    """Declares a study in a directory, like its first worker. Returns its ledger."""
     declaration.declare(path, study, build_arms(study))
     return ledger.read(path / ledger.NAME)
 
@@ -138,7 +138,7 @@ def remove_first_study(path):
 
 
 def replace_first_study(path):
-    """Declares a study with another margin in the directory of the first one."""
+    """Declares a study with another margin in the directory of the first study."""
     shutil.rmtree(path / 'first')
     declare(path / 'first', study_with(STUDY, margin=0.02))
 

@@ -194,7 +194,7 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
         pytest.param(2, 0, None, 1, math.inf, 2, id='a run for each of three arms will follow'),
         pytest.param(8, 0, None, 3, math.inf, 3, id='limited by runs'),
         pytest.param(2, 0, 3, 3, math.inf, 2, id='limited by cores'),
-        # A worker takes more than 1 GiB, so 2 GiB are enough for one.
+        # A worker takes more than 1 GiB, so 2 GiB are not enough for two.
         pytest.param(2, 0, None, 3, 2 * 2**30, 1, id='limited by memory'),
         pytest.param(2, 0, 2, 3, 2 * 2**30, 2, id='a given number is not limited by memory'),
         # The study has a mesh of two GPUs, so each worker takes two.

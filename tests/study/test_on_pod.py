@@ -48,7 +48,7 @@ def described_configs(monkeypatch):
 
 
 def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_configs):
-    """The table of a study on a pod has a row for each model, which describes its largest run.
+    """The table of a study on a pod describes the largest run of each model in a row.
 
     The made-up dry run takes 4 + 8 bytes per parameter and 1 GB for a batch. A device has 2 GB.
     """
@@ -66,8 +66,8 @@ def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_
     # A screening has 2 seeds at 3 learning rates. A verdict has only 3 trials.
     assert [len(config.trials.trials()) for config in described_configs] == [2 * 3] * 4
 
-    # The columns are: trials, tokens, GB of parameters and optimizer, GB in all, share of 2 GB,
-    # TFLOP, ms.
+    # The columns are: trials, tokens, GB of parameters and optimizer, GB in all, the share of the
+    # 2 GB, TFLOP and ms of a step.
     lines = [' '.join(line.split()) for line in text.splitlines()]
     state = 12 * cost.count(arms[0].model)['total'] / 1e9
     total = state + 1

@@ -36,9 +36,8 @@ GRID = (1e-3, 2e-3, 4e-3)
 def study_with(study=STUDY, **fields):
     """Returns a copy of a study with other fields.
 
-    A dict replaces fields in a section of the study's config. For example,
-    study_with(margin=0.01, trials={'seeds': (0, 1)}) replaces the margin of STUDY, and the seeds in
-    the section `trials` of its config.
+    A dict replaces fields in a section of the study's config. For example, margin=0.01 replaces the
+    margin, and trials={'seeds': (0, 1)} replaces the seeds in the section `trials`.
     """
     base = study.base
     for section in vars(base):
@@ -97,8 +96,8 @@ def one_seed_diverges_at_the_last_rate(run, trial):
 
 @pytest.mark.parametrize(
     # parabola_results(r) gives losses that are lowest at the learning rate r.
-    # `rates` has a tuple for each run: its learning rates. The runs are screening runs, except the
-    # last one, which is the verdict run. If nothing has results, there is only a screening run.
+    # `rates` has the learning rates of each run, a tuple for each. The last run is the verdict run,
+    # and all others are screening runs. Without results, there is only a screening run.
     ('results', 'rates'),
     [
         # The results of the first run decide on further runs.
@@ -290,7 +289,7 @@ def test_a_difference_is_decided_after_correction_for_all_arms_and_sizes(
     verdict_seeds = (0, 1, 2, 3, 4, 5)
 
     def effect(run, trial):
-        """Returns what is added to the test loss of a trial; None if it diverges."""
+        """Returns what is added to the test loss of a trial, or None if it diverges."""
         seed = trial['seed']
         if seed not in verdict_seeds or run.arm.variant == 'qk/vo':
             return 0.0
@@ -322,7 +321,7 @@ def test_the_plan_does_not_depend_on_the_order_in_which_runs_finish(
     results_by_id = {}
 
     def results_so_far(run):
-        """Returns the results of a run; None if it has not finished."""
+        """Returns the results of a run, or None if it has not finished."""
         return results_by_id.get(run.id)
 
     runs = plan.runs(controlled_study, arms, results_so_far)
@@ -489,7 +488,7 @@ def test_the_least_cost_of_a_plan_supposes_every_optimum_inside_its_grid(costly_
     rates = {run.config.trials.learning_rates for run in runs}
     assert rates == {(1e-3, 2e-3, 4e-3), (2e-3,)}
 
-    # Each arm has a screening and a verdict of 100 steps, and both again with 4 * 100 steps.
+    # Each arm has a screening and a verdict. Both are repeated with 4 times the 100 steps.
     num_arms = 2 * 2
     total = plan.cost(runs)
     assert total.runs == num_arms * 4
@@ -521,7 +520,7 @@ def lines_with_single_spaces(text):
 def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
     costly_study, costly_arms, monkeypatch
 ):
-    """The estimate of a plan has a table with a row for each arm, and a table by stage.
+    """The estimate of a plan has two tables, one by arm and one by stage.
 
     The study has 2 arms at 2 sizes. Each has a screening and a verdict, and both again for longer
     training.
@@ -563,7 +562,7 @@ def test_a_plan_is_counted_by_arm_and_by_stage_without_a_measurement(
 def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms, monkeypatch):
     """The time of all runs of a size is estimated from a few steps of one run.
 
-    The study has 2 arms at 2 sizes, with 8 runs of 100 steps and 8 runs of 400 steps.
+    The study has 2 arms at 2 sizes. Its plan has 8 runs of 100 steps and 8 of 400.
     """
     measured_models = []
 
@@ -585,7 +584,7 @@ def test_the_time_of_a_plan_is_measured_once_per_size(costly_study, costly_arms,
     # A screening of 6 trials takes 100 s, so a verdict of 3 trials takes 50 s.
     # Four of each take 4 * (100 + 50) = 600 s. The longer runs take 4 * 600 = 2400 s.
     # Compilation takes 16 * 60 = 960 s, so the sum is 3960 s = 1:06:00.
-    # shared_qk/vo has slightly fewer FLOPs than qk/vo, so the total is a second less.
+    # The total is a second less, because shared_qk/vo has slightly fewer FLOPs than qk/vo.
     assert by_stage[5].endswith(' 1:05:59')
 
 

@@ -26,7 +26,7 @@ def study(tmp_path_factory):
 
 @pytest.fixture
 def packed_study(study, tmp_path):
-    """The study as it is stored: a few files, and its logs in logs.zip."""
+    """The study in its stored form: a few files, and its logs in logs.zip."""
     stored.pack(study, tmp_path / 'kept')
     return tmp_path / 'kept'
 

@@ -32,7 +32,7 @@ class TrainedNames(list):
     """The names of the directories that were trained in, in order."""
 
     def before(self, config, workdir):
-        """Called before each training; tests replace it."""
+        """Called before each training. Tests replace it."""
 
 
 def loss_of_trial(config, trial):
@@ -55,7 +55,7 @@ def replace_training(patch):
         patch: A MonkeyPatch, which undoes the replacement.
 
     Returns:
-        The names of the directories of the runs that are trained, in order; empty at first.
+        The names of the directories that are trained in, in order. The list is empty at first.
     """
     trained = TrainedNames()
 
@@ -99,7 +99,7 @@ def replace_training(patch):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The names of the directories that were trained in; training is replaced."""
+    """Replaces training. Returns the names of the directories that were trained in."""
     return replace_training(monkeypatch)
 
 
@@ -205,8 +205,8 @@ def test_an_added_arm_may_set_what_is_not_tuned(trained, finished):
 def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
     """A study that tunes three settings finds the best values, and then decides on its arm.
 
-    The made-up losses are lowest at a learning rate of 4e-3, a weight decay of 0.3 and a score
-    scale of 1.25.
+    The made-up losses are lowest at OPTIMA: a rate of 4e-3, a weight decay of 0.3 and a score scale
+    of 1.25.
     """
     tuning = dataclasses.replace(STUDY.tuning, score_scales=(0.5, 1.0, 2.0))
     study = study_with(trials={'weight_decays': (0.05, 0.1, 0.2)}, tuning=tuning)
@@ -239,7 +239,7 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
 def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
     """A config with decay='independent' must have a weight decay below 0.1.
 
-    The made-up losses are lowest at 0.3, so a grid of factor 2 would go on from 0.05 to 0.1.
+    The made-up losses are lowest at 0.3. Without this rule, the grid would go on from 0.05 to 0.1.
     """
     # A run with a weight decay of 0.1 would raise an error.
     trained.before = lambda config, workdir: validate(config)
@@ -364,8 +364,8 @@ def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_pat
         (0, 1),
     ]
 
-    # `waiting_work` is the work of runs that no worker holds, divided by the work of the run that
-    # this worker trains, d_model=48. The run of d_model=64 adds more than 1 once it is given up.
+    # `waiting_work` is the work of runs that no worker holds, in units of the run that this worker
+    # trains. The run of d_model=64 adds more than one unit once it is given up.
     shared = times_left[0].waiting_work
     alone = times_left[1].waiting_work
     assert 0 < shared < alone - 1
@@ -682,7 +682,7 @@ def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp
     worker.run(STUDY, path)
     assert len(trained) == 6
 
-    # plan.jsonl is as it was before the third run, with two screenings of each arm.
+    # plan.jsonl still has the plan from before the third run: two screenings of each arm.
     assert len(read_lines(path / 'plan.jsonl')) == 4
 
     # A worker of GROWN trains the three runs of the third arm. It writes the plan of nine runs.

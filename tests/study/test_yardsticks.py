@@ -364,7 +364,7 @@ def test_a_translation_is_compared_with_word_by_word_translation():
 
     group = yardsticks._measure_group(config, {'data': data_in_results(rows)})
 
-    # Learn the dictionary from texts; `decode` turns token IDs into text.
+    # Learn the dictionary from texts. `decode` turns token IDs into text.
     decode = rows.pairs.source.tokenizer.decode
     train_sources, train_targets = rows.pairs.sentences('train')
     train_pairs = [
@@ -397,7 +397,7 @@ def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
     assert not is_current(before['groups'][0])
 
-    # On a machine with other data, the group stays as it is.
+    # On a machine with other data, the group stays unchanged.
     results = read_lines(study.path / 'results.jsonl')
     change_data(study.path)
     (problem,) = yardsticks.record(study.path)

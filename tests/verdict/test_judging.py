@@ -44,7 +44,7 @@ def records_of_arm(variant, delta, validation=None, noise=NOISE, **keywords):
 
 
 def findings_of(directory, *arms, **changes):
-    """Writes a study of these arms, each a list of records; returns its findings."""
+    """Writes a study of these arms, each a list of records. Returns its findings."""
     records = []
     for records_of_one in arms:
         records += records_of_one
@@ -103,7 +103,7 @@ def test_without_tuning_the_best_rate_by_mean_is_chosen(study_dir):
 
     assert swept.learning_rate == 3e-3
     assert swept.over_seeds('val_loss').mean == pytest.approx((2.1 + 2.2) / 2)
-    # 3e-3 is the middle one of three rates.
+    # 3e-3 lies between the two other rates.
     assert not swept.at_edge
     assert swept.num_diverged == 1
 
@@ -373,7 +373,7 @@ def test_a_verdict_states_the_codes_and_numbers_of_its_reasons(
 
 
 def test_an_arm_that_diverged_is_not_called_better(study_dir):
-    """The arm b/vo is better by about 0.03 in 7 seeds, but its trial of the first seed diverged."""
+    """The arm b/vo is better by about 0.03 in 7 seeds. Its trial of the first seed diverged."""
     better_losses = BASE - 0.03 + NOISE
     records_of_baseline = studies.tuned_arm('qk/vo', losses=list(BASE))
     records_of_b = studies.tuned_arm('b/vo', losses=[None, *better_losses[1:]])
@@ -470,7 +470,7 @@ def test_an_arm_is_not_judged_before_all_its_seeds_have_results(study_dir):
     The study expects b/vo to be worse. This expectation has neither passed nor failed.
     """
     complete = records_of_arm('b/vo', 0.02)
-    # The last four seeds of b/vo are planned as a run of their own.
+    # The last four seeds of b/vo are planned in a separate run.
     late_run = [record | {'run': 'late', 'config_hash': 'late'} for record in complete[-4:]]
     finished_runs = records_of_arm('qk/vo', 0) + complete[:-4]
     studies.write_tuned(study_dir, finished_runs + late_run, expected=['b/vo is worse'])
@@ -495,8 +495,10 @@ def test_a_positive_control_whose_trials_all_diverged_fails_in_words(study_dir):
 def records_of_a_scaling_law(worth):
     """Returns trials of the baseline and of b/vo at five sizes, with eight seeds each.
 
-    The loss of the baseline is 1.5 + 40 * parameters ** -0.4. A parameter of b/vo is worth `worth`
-    parameters of the baseline: its loss is 1.5 + 40 * (worth * parameters) ** -0.4.
+    A parameter of b/vo is worth `worth` parameters of the baseline:
+
+        loss of the baseline   1.5 + 40 * parameters ** -0.4
+        loss of b/vo           1.5 + 40 * (worth * parameters) ** -0.4
 
     At d_model=128, the best learning rate of the baseline is the last rate of its grid. A higher
     rate could be better, so this baseline breaks a rule.
@@ -530,7 +532,7 @@ def test_scaling_is_fitted_over_sound_sizes(study_dir):
     assert len(arm.law.sizes) == 5
     assert arm.worth.value == pytest.approx(1.5, rel=0.01)
 
-    # The losses lie on the law, so its only error is the error of the means over 8 seeds.
+    # The mean losses lie on the law, so its error only comes from the spread over 8 seeds.
     assert baseline.law.df == 4 * (8 - 1)
     assert arm.law.df == 5 * (8 - 1)
 
@@ -619,7 +621,7 @@ def test_a_longer_arm_is_compared_with_the_longer_baseline(study_dir):
     expected = -0.01 + 2 * NOISE[:6]
     assert list(differences.values()) == pytest.approx(list(expected))
 
-    # A longer arm has no verdict of its own, but a claim may compare it with the longer baseline.
+    # A longer arm has no verdict, but a claim may compare it with the longer baseline.
     _, longer_baseline, longer_arm = findings.controls
     verdict = judging.verdict_on_pair(
         load_study(study_dir), longer_arm, longer_baseline, blocks=(), num_comparisons=1

@@ -85,8 +85,8 @@ FINAL = '{"kind": "final", "step": 400}'
 
 
 @pytest.mark.parametrize(
-    # `lines` are added to the log. A whole log ends with an evaluation at the last step, and then a
-    # line of the kind 'final'. EVALUATION has the loss of one trial, but the run has two trials.
+    # `lines` are added to the log. A whole log ends with an evaluation at the last step and a line
+    # of the kind 'final'. EVALUATION has the loss of one trial, but the run has two trials.
     ('lines', 'message'),
     [
         pytest.param([EVALUATION], 'does not end with the last evaluation', id='no final line'),
@@ -98,7 +98,7 @@ FINAL = '{"kind": "final", "step": 400}'
     ],
 )
 def test_a_log_that_does_not_fit_its_results_is_left_out(study_dir, lines, message):
-    """A damaged log of evaluations is reported as a problem, but the results still count."""
+    """A damaged log of evaluations is a problem of the study, but the results still count."""
     study_of_two_arms(study_dir, [result_of(seed=0), result_of(seed=1)])
     for line in lines:
         add_line(study_dir / LOG, line)

@@ -193,7 +193,7 @@ def test_an_arm_may_not_have_a_seed_in_both_studies(first):
 
 @pytest.mark.parametrize('call', [write_report, verify.check_study])
 def test_a_ledger_other_than_the_declared_one_is_refused(first, second, call):
-    # The first study is written again with another margin, so its ledger is a different one.
+    # The first study is written again with another margin, so its ledger changes.
     records = [*records_of_arm('qk/vo', 0), *records_of_arm('b/vo', 0.004)]
     studies.write_tuned(first, records, margin=0.02)
 

@@ -643,7 +643,7 @@ def judge_with_yardsticks(directory, yardsticks, trial, bleu):
         directory: Directory of the study.
         yardsticks: Keywords of `write_yardsticks`.
         trial: The measured trial of the baseline.
-        bleu: The test BLEU of all arms; None for tasks other than translation.
+        bleu: The test BLEU of all arms, or None for tasks other than translation.
     """
     records = three_arms()
     if bleu is not None:

@@ -139,13 +139,13 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     # The settling also has the difference after the longer training.
     if code is Length.SHRINKS:
         assert settling.longer == pytest.approx(difference, abs=1e-3)
-    # No study trains longer than the long one.
+    # No study trains longer than the long study.
     assert settling_of_b(long_study).code is Length.ONE_LENGTH
 
 
 @pytest.mark.parametrize(
-    # `seeds` and `num_steps` are of the longer study. Each case differs in one way from a longer
-    # study that settles a difference: fresh seeds and four times the steps.
+    # The seeds and the steps of the longer study, and changes of its arms and of its fields. Each
+    # case breaks one condition under which the longer study would settle the difference.
     ('seeds', 'num_steps', 'changes_of_arms', 'changes_of_study'),
     [
         pytest.param(VERDICT_SEEDS, LONG_STEPS, {}, {}, id='the same seeds'),
