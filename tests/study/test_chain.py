@@ -73,6 +73,7 @@ def test_a_repeat_goes_on_when_the_other_ledger_has_grown(copied_studies):
     second = copied_studies / 'second'
     before = (second / ledger.NAME).read_bytes()
 
+    # `second` has named the entry that was the last before this one.
     ledger.append(first / ledger.NAME, 'accepted', code='commits', why='docs')
 
     assert names_of_earlier_studies(second) == ['first']

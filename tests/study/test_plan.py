@@ -246,6 +246,7 @@ def test_longer_training_is_screened_around_the_chosen_learning_rate(decided_pla
 
 def test_longer_training_multiplies_steps_alone(decided_plan):
     base = STUDY.base
+    # STUDY trains for 1000 steps, with an evaluation and a checkpoint every 100.
     train = dataclasses.replace(base.train, num_steps=4000, eval_every=400, checkpoint_every=400)
     for run in longer_runs_of(decided_plan):
         assert run.config.train == train
@@ -430,6 +431,7 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
 
 
 def test_further_seeds_are_drawn_until_the_excess_loss_is_small():
+    # The limit is half of the bound that two seeds reach, so the tuning has to ask for more.
     bound_of_two_seeds = screen(LIMITS, sd=0.01).sweep.at_worst
     max_excess = bound_of_two_seeds / 2
     limits = dataclasses.replace(LIMITS, max_excess=max_excess, max_seeds=16)

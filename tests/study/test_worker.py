@@ -397,6 +397,7 @@ def test_a_run_in_use_or_lost_is_tried_again_last(trained, tmp_path, monkeypatch
 
     assert len(trained) == 6
     assert len(set(trained)) == 6
+    # The refused run is trained later, not first.
     refused = trained.before.refused[0]
     assert refused in trained[1:]
 

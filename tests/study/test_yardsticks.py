@@ -257,6 +257,7 @@ def test_the_yardstick_of_a_probe_is_chance(tiny):
     group = yardsticks._measure_group(config, {'data': data_in_results(rows)})
 
     assert group['task'] == 'probe'
+    # The loss of chance is ln(number of answers), which `unigram_nats` returns for a probe.
     assert group['losses']['test'] == {'chance': rows.unigram_nats('test')}
 
 

@@ -266,7 +266,7 @@ def test_an_interval_includes_errors_of_seeds_documents_and_tuning(
 
     baseline, arm = find(load_study(study_dir)).arms
 
-    # `at_worst` bounds how much loss the tuned learning rate costs. The two bounds differ.
+    # `at_worst` bounds the loss that imperfect tuning costs. The two bounds differ.
     arm_excess = arm.sweeps['learning_rate'].at_worst
     baseline_excess = baseline.sweeps['learning_rate'].at_worst
     assert arm_excess > 1e-4
@@ -435,6 +435,7 @@ def screening_of(records):
 def test_an_arm_whose_verdict_has_not_begun_counts_as_a_comparison(study_dir):
     baseline = records_of_arm('qk/vo', 0)
     finished = records_of_arm('b/vo', 0.02)
+    # c/vo has results of its screening only.
     begun = screening_of(records_of_arm('c/vo', 0.02))
 
     _, b, c = findings_of(study_dir, baseline, finished, begun).arms
@@ -569,7 +570,7 @@ def records_with_controls():
     | b/vo, longer        | -0.3 - 0.01                  | 6     |
 
     The control at the same shape has the baseline's widths. Longer controls train for 4 * 400
-    steps.
+    steps. The losses of b/vo also have noise, which is doubled in its longer control.
     """
     longer = {'rates': (2e-3, 4e-3, 8e-3), 'control': LONGER, 'num_steps': 1600}
     longer_baseline = (BASE - 0.3)[:6]
@@ -632,6 +633,7 @@ def test_a_longer_arm_is_compared_with_the_longer_baseline(study_dir):
 def test_a_baseline_below_its_yardstick_withholds_the_verdict_but_no_part(study_dir):
     records = records_with_controls()
     studies.write_tuned(study_dir, records, controls=CONTROLS)
+    # The loss of the baseline, about 2, does not beat a yardstick of 1.0.
     studies.write_yardsticks(study_dir, records, losses={'test': {'5-gram': 1.0}})
 
     arm = find(load_study(study_dir)).arms[1]
@@ -703,9 +705,9 @@ def test_parts_of_a_difference_leave_out_arms_that_break_a_rule(
 def test_a_comparison_with_an_arm_that_breaks_a_rule_names_that_arm(
     study_dir, variant, control, num_withheld
 ):
-    """A verdict on two given arms is withheld if either breaks a rule, and its reason names it.
+    """A claim may compare the baseline with an arm that has no verdict of its own.
 
-    Claims compare two given arms, also arms without a verdict of their own.
+    If that arm breaks a rule, the reason of the verdict names the arm.
     """
     studies.write_tuned(study_dir, records_with_controls(), controls=CONTROLS)
     stop_annealing(study_dir, variant, control)

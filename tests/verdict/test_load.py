@@ -76,6 +76,7 @@ def test_a_bad_line_of_a_study_is_refused(study_dir, file, line, message):
     with pytest.raises(ReportError, match=re.escape(message)) as raised:
         load_study(study_dir)
 
+    # The bad line is the last one.
     line_number = len((study_dir / file).read_text().splitlines())
     assert f'{file}, line {line_number} is damaged' in str(raised.value)
 
@@ -124,6 +125,7 @@ def test_evaluations_end_where_a_trial_diverges(study_dir):
 
     assert list(finished.evaluations) == [100, 200, 300, 400]
     assert finished.evaluations[400] == 0.5
+    # A diverged trial has losses of 3.5 in two evaluations, and then null.
     assert diverged.evaluations == {100: 3.5, 200: 3.5}
 
 

@@ -421,7 +421,7 @@ def test_settings_outside_the_variant_are_compared_at_each_size(study_dir):
     records = []
     for size, d_model in (('s64', 64), ('s128', 128)):
         for name in ('qk/vo', variant):
-            # Arms of one size are evaluated on equally many tokens, so they get no remark on it.
+            # The number of evaluated tokens differs only between sizes, so no remark names it.
             records += tuned_arm(name, size, BASE, d_model=d_model, eval_tokens=d_model)
     write_tuned(study_dir, records)
     edit_plan(
