@@ -570,8 +570,8 @@ SHARED_EVERYWHERE = {
     # `expected` lists the fields that matching changes in the variant.
     ('shape', 'variant', 'destination', 'which', 'expected'),
     [
-        # With D = d_model, the variant saves D^2 parameters. The MLP has 2 D d_ff parameters, so
-        # d_ff grows by D / 2.
+        # With D = d_model, the variant saves D^2 parameters per layer. The MLP has 2 D d_ff
+        # parameters, so d_ff grows by D / 2.
         pytest.param(
             {}, {'score': 'query_free'}, 'd_ff', 'total', {'d_ff': 384 + 96 // 2}, id='d_ff'
         ),

@@ -186,7 +186,7 @@ def test_the_parent_handles_workers_that_crash_refuse_or_are_signalled(tmp_path)
 
 
 @pytest.mark.parametrize(
-    # `num_gpus` is None for an accelerator that workers cannot share out.
+    # `num_gpus` is None for an accelerator that workers cannot share.
     # `max_workers` is the number that the user gives, or None. `free_memory` is in bytes.
     ('num_cores', 'num_gpus', 'max_workers', 'runs_left', 'free_memory', 'expected'),
     [

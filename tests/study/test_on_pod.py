@@ -48,7 +48,7 @@ def described_configs(monkeypatch):
 
 
 def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_configs):
-    """The table of a study on a pod describes the largest run of each model in a row.
+    """Each model of a study has a row in the table, which describes its largest run.
 
     The made-up dry run takes 4 + 8 bytes per parameter and 1 GB for a batch. A device has 2 GB.
     """

@@ -420,7 +420,7 @@ def test_further_seeds_are_drawn_until_the_bracket_is_significant():
     assert (12, 13) in drawn_seeds
     assert last_seed < 21
 
-    # The tuning ended before seed 21 because these seeds are enough.
+    # These seeds are enough to bracket the best rate, and to bound the optimum.
     assert screening.sweep.bracketed
     assert screening.sweep.optimum_low
 

@@ -373,7 +373,7 @@ def test_the_time_left_of_a_study_counts_the_workers_that_train(trained, tmp_pat
 
 
 class RaisesForBaseline:
-    """Raises an error before each run of the baseline, or before the first one only (`once`)."""
+    """Raises an error before each run of the baseline. With `once`, it is raised only once."""
 
     def __init__(self, error, once=False):
         self.error = error
@@ -469,9 +469,9 @@ def test_a_worker_that_waits_names_the_run_that_another_holds(run_waited_for, ca
 def test_a_plan_is_made_again_where_another_worker_has_finished_a_run(
     trained, tmp_path, monkeypatch
 ):
-    """Another worker finishes the screening just after this worker has planned it.
+    """Another worker finishes each screening just after this worker has planned it.
 
-    So this worker finds no run to train. It has to plan again, because the results of the
+    So this worker finds no screening to train. It has to plan again, because the results of a
     screening lead to further runs.
     """
     path = tmp_path / 'out'

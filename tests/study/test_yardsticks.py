@@ -96,7 +96,7 @@ def test_a_group_says_which_run_and_which_tokens_it_is_of(study):
     assert group['task'] == 'language'
     assert group['definition'] == 1  # the version of the measurements
 
-    # A trial is trained on `seen` tokens. The n-grams are counted in `tokens` tokens, the same.
+    # A trial is trained on `seen` tokens. Here, n-grams are counted in as many `tokens`.
     num_steps = 12
     batch_size = 8
     context = 16
