@@ -29,15 +29,15 @@ def sample(mean):
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
-    """The 95 % interval of a mean is that of scipy's t test."""
+    """The 95 % interval of a mean equals the interval of scipy's t test."""
     values = sample(mean)  # nine values
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
 
-    # The margin has no part in the interval.
+    # The margin does not affect the interval.
     difference = paired_test(values, TEST_MARGIN)
     assert difference.low == pytest.approx(low)
     assert difference.high == pytest.approx(high)
-    # Of nine values, the mean takes one degree of freedom.
+    # Nine values, less one for the mean.
     assert difference.df == pytest.approx(9 - 1)
 
     estimate = inference.estimate(values.tolist())
@@ -71,7 +71,7 @@ def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     p_one_sided = min(p_less, p_greater)
     assert difference.p == pytest.approx(2 * p_one_sided)
 
-    # The one-sided test at the margin is on the side of zero where the mean lies.
+    # `p_margin` is tested on the side of zero where the mean lies.
     t_beyond_margin = (abs(values.mean()) - TEST_MARGIN) / stats.sem(values)
     p_beyond_margin = stats.t.sf(t_beyond_margin, df=9 - 1)
     # A finding on the wrong side of zero is an error too, so its probability is added.
@@ -80,8 +80,8 @@ def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
 
 
 def test_typical_values_are_tested_apart_from_an_outlier():
-    """A finding has to hold with and without outliers, so the larger of two p values counts."""
-    # The seven values lie between -0.015 and -0.006, and none is an outlier.
+    """A finding must hold with and without outliers, so the larger p value counts."""
+    # All seven values lie between -0.015 and -0.006, so there is no outlier.
     alone = paired_test(VALUES)
     assert alone.n == 7
     assert alone.typical is None
@@ -93,27 +93,27 @@ def test_typical_values_are_tested_apart_from_an_outlier():
     assert with_outlier.n == 8
     assert with_outlier.typical == alone
 
-    # The outlier moves the mean towards zero, so p of all values is the larger one.
+    # The outlier moves the mean towards zero, so p is larger with the outlier.
     assert with_outlier.p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert with_outlier.p > 0.5
 
 
 def test_a_shift_that_a_few_of_many_values_make_is_no_finding():
-    """72 values around 0 show no difference. 8 outliers around 0.2 do not make it a finding."""
+    """Eight outliers around 0.2 among 80 values do not show a difference from zero."""
     rng = np.random.default_rng(0)
     typical_values = rng.normal(0, 0.01, 72)
     outliers = rng.normal(0.2, 0.01, 8)
     shifted = paired_test([*typical_values, *outliers])
 
-    # The t test of all 80 values alone would be significant.
+    # A plain t test of all 80 values would be significant.
     t = shifted.mean / shifted.error_seeds
     assert t > 2.6
 
-    # `typical` is the difference without outliers. Its p value is the larger one, so it counts.
+    # `typical` is the difference without outliers. The larger of the two p values counts.
     assert shifted.p > 0.1
     assert shifted.p == shifted.typical.p
 
-    # The interval covers both: low is that without outliers, high that of all values.
+    # The interval covers both samples. Its low end comes from the values without outliers.
     assert shifted.low == shifted.typical.low
     assert shifted.low < 0
     assert 0 < shifted.typical.high < shifted.high
@@ -129,8 +129,11 @@ def test_a_difference_whose_sign_depends_on_outliers_is_no_finding():
 
 @pytest.mark.parametrize(('beyond', 'is_apart'), [(-0.01, False), (0.01, True)])
 def test_values_lie_apart_by_the_median_absolute_deviation(beyond, is_apart):
-    """The bound is five standard deviations, estimated as 1.4826 median absolute deviations."""
-    others = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0)  # median absolute deviation of 1
+    """An outlier is more than five standard deviations from the median.
+
+    A standard deviation is estimated as 1.4826 median absolute deviations.
+    """
+    others = (-1.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, 0.0)  # with `last`: median 0, MAD 1
     last = 5 * 1.4826 + beyond
     values = (*others, last)
     expected = others if is_apart else values
@@ -142,14 +145,14 @@ def test_no_value_lies_apart_of_few_values_or_without_a_spread(values):
     assert inference.typical(values) == values
 
 
-# What tuning may have missed, and values around 0.02 that it moves, below zero or above.
+# The sign of values around 0.02, and the bounds of tuning below and above their mean.
 MISSES = pytest.mark.parametrize(
     ('sign', 'low', 'high'), [(1, 0.004, 0.007), (-1, 0.007, 0.004)], ids=['above', 'below']
 )
 
 
 def alternating(sign):
-    """Eight values, 0.021 and 0.019 by turns, with the sign."""
+    """Eight values with this sign, which alternate between 0.021 and 0.019."""
     return sign * np.array([0.021, 0.019] * 4)
 
 
@@ -164,10 +167,10 @@ def test_the_bound_of_tuning_widens_the_interval(sign, low, high):
 
 @MISSES
 def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
-    """A finding has to hold whatever imperfect tuning may have hidden.
+    """A finding must hold at every mean that perfect tuning could give.
 
-    At the best settings, the mean may be lower by `low`, or higher by `high`. This is 0.004 towards
-    zero and 0.007 away from zero.
+    With perfect tuning, the mean could be lower by up to `low` or higher by up to `high`. The bound
+    is 0.004 towards zero and 0.007 away from zero.
     """
     values = alternating(sign)  # around 0.02 times the sign
 
@@ -177,7 +180,7 @@ def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
     assert tuned.p == pytest.approx(nearer_to_zero.p)
     assert tuned.p_margin == pytest.approx(nearer_to_zero.p_margin)
 
-    # To show equivalence, which needs a margin above 0.02, it is a mean farther from zero.
+    # To show equivalence, the worst case is a mean farther from zero.
     margin = 0.03
     tuned = paired_test(values, margin, tuning=(low, high))
     farther_from_zero = paired_test(values + sign * 0.007, margin)
@@ -199,7 +202,7 @@ EVALUATION_ERROR = 0.0015
 
 
 def test_the_error_over_documents_adds_to_that_over_seeds():
-    """The error over evaluated documents is independent of that over seeds, so squares add."""
+    """The errors over seeds and over documents are independent, so their squares add."""
     df_of_seeds = len(VALUES) - 1
     df_of_documents = 20.0
     alone = paired_test(VALUES)
@@ -208,7 +211,8 @@ def test_the_error_over_documents_adds_to_that_over_seeds():
     assert both.error_evaluation == EVALUATION_ERROR
 
     total = math.hypot(alone.error_seeds, EVALUATION_ERROR)
-    # The degrees of freedom of a sum of two errors, by Satterthwaite (1946).
+    # Satterthwaite (1946): df = (a^2 + b^2)^2 / (a^4 / df_a + b^4 / df_b).
+    # Here a is the error over seeds, and b is the error over documents.
     from_seeds = alone.error_seeds**4 / df_of_seeds
     from_documents = EVALUATION_ERROR**4 / df_of_documents
     df = total**4 / (from_seeds + from_documents)
@@ -244,9 +248,9 @@ def test_the_error_over_equal_documents_is_that_of_their_mean():
 
 
 def test_the_error_over_documents_is_cluster_robust():
-    """The error of a mean over tokens counts documents as clusters of tokens.
+    """The error of a mean over tokens counts each document as one cluster of tokens.
 
-    The formulas are those of Bell and McCaffrey (2002) for clusters of unequal size.
+    Bell and McCaffrey (2002) give the formulas for clusters of unequal size.
     """
     # Four documents. The difference of arm and baseline is in nats per token.
     tokens_C = np.array([4000, 500, 500, 1000])
@@ -260,7 +264,7 @@ def test_the_error_over_documents_is_cluster_robust():
     variance = np.sum(share_C**2 * (difference_C - mean) ** 2 / (1 - share_C))
     assert error == pytest.approx(variance**0.5)
 
-    # For documents of equal size, this is their number.
+    # If all documents had the same size, this would be the number of documents.
     num_equal_documents = np.sum(share_C**2) ** 2 / np.sum(share_C**4)
     assert df == pytest.approx(num_equal_documents - 1)
 
@@ -279,9 +283,12 @@ def test_documents_that_differ_by_rounding_alone_have_no_error():
 @pytest.mark.parametrize('df', [1, 2, 7, 14, 60])
 @pytest.mark.parametrize('alpha', [0.05, 0.05 / 6])
 def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
-    """At this true difference, the two-sided t test of half of all experiments has the power."""
+    """A two-sided t test finds the detectable difference with the probability `POWER`.
+
+    The difference is computed from an estimated error. Here the estimate is the median one.
+    """
     error = 0.003
-    median_factor = stats.chi(df).median() / df**0.5  # the median estimate of an error of 1
+    median_factor = stats.chi(df).median() / df**0.5  # median estimate / error
     detectable = inference.detectable_difference(median_factor * error, df, alpha)
     critical_t = stats.t.isf(alpha / 2, df)
     power = stats.nct.sf(critical_t, df, detectable / error)
@@ -299,24 +306,24 @@ NEARLY_EQUAL = [
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('values', [[0.0] * 4, *NEARLY_EQUAL], ids=str)
 def test_a_spread_of_rounding_errors_is_zero(values):
-    """Values that are equal, or differ in their last bits alone, have no spread."""
+    """Values that differ only in their last bits count as equal, so their spread is 0."""
     estimate = inference.estimate(values)
     difference = paired_test(values, margin=0.005)
     assert estimate.sd == 0.0
     assert difference.sd == 0.0
 
-    # Without a spread, the interval is the mean itself.
+    # Both ends of the interval are the mean itself.
     mean = values[0]
     assert estimate.low == estimate.high == pytest.approx(mean, abs=1e-14)
     assert difference.low == difference.high == estimate.low
 
-    # What the mean shows is certain, so p values are 0 or 1.
+    # Without a spread, a p value is either 0 or 1.
     if mean == 0:
-        # No difference from zero, and one that is certainly within the margin.
+        # The mean is exactly zero, which is within the margin of 0.005.
         assert difference.p == 1.0
         assert difference.p_equivalence == 0.0
     else:
-        # The means are 0.1 or more, certainly not zero and certainly beyond the margin.
+        # The mean is 0.1 or more, which is beyond the margin of 0.005.
         assert difference.p == 0.0
         assert difference.p_equivalence == 1.0
 
@@ -325,7 +332,7 @@ def test_a_single_seed_leaves_blanks():
     """One value has no standard deviation, so it has no interval and no test."""
     difference = paired_test([0.01])
     known = {name: field for name, field in vars(difference).items() if field is not None}
-    # Beside the mean and its number of seeds, only the defaults of the arguments are known.
+    # Apart from `mean` and `n`, only the defaults of the arguments are known.
     assert known == {
         'mean': 0.01,
         'n': 1,
@@ -365,19 +372,20 @@ def test_half_a_difference_takes_four_times_as_many_pairs():
 
 
 def test_further_documents_are_needed_where_no_number_of_pairs_suffices():
-    """1.96 and 0.84 are normal quantiles of the 5 % level, two-sided, and of 80 % power."""
+    """More pairs do not reduce the error over documents, so more documents may be needed."""
     noisy = paired_test(EIGHT, evaluation=(0.01, 100))
-    pairs, documents = inference.to_find(noisy, 0.01)  # documents in multiples of those there are
+    pairs, documents = inference.to_find(noisy, 0.01)  # `documents` is a factor
     assert documents > 1
     error = math.hypot(noisy.sd / pairs**0.5, 0.01 / documents**0.5)
+    # 0.01 = (1.96 + 0.84) error: normal quantiles of the two-sided 5 % level and of 80 % power.
     assert error == pytest.approx(0.01 / (1.96 + 0.84), rel=0.02)
 
 
 def rejected_by_definition(p_values, alpha):
-    """The p values that Holm's method rejects, from the smallest one on.
+    """The p values that Holm's method rejects, in ascending order.
 
-    The k-th smallest of m p values has the bound alpha / (m - k + 1). The first one above its bound
-    is not rejected, and neither are those after it.
+    The k-th smallest of m p values has the bound alpha / (m - k + 1). The method stops at the first
+    p value above its bound.
     """
     rejected = []
     m = len(p_values)
@@ -417,14 +425,14 @@ def test_holm_adjusts_p_values_to_at_most_one():
 
 
 def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
-    """The difference of pairs that lie `spread` above and below the mean by turns."""
+    """The difference of pairs that alternate between mean + spread and mean - spread."""
     values = [mean + spread, mean - spread] * (num_pairs // 2)
     return paired_test(values, **keywords)
 
 
 @pytest.mark.parametrize(
-    # A difference, its decision, and its decision where trials of the arm, or of the baseline,
-    # diverged. The margin is 0.005, and a difference below zero is better.
+    # `decided` is the decision without diverged trials. The other two are the decisions if trials
+    # of the arm or of the baseline diverged. The margin is 0.005. Below zero is better.
     ('compared', 'decided', 'arm_diverged', 'baseline_diverged'),
     [
         pytest.param(
@@ -460,7 +468,7 @@ def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
             UNDECIDED,
             id='too noisy for any decision',
         ),
-        # `tuning` is by how much the arm, and the baseline, may miss their optimum.
+        # `tuning` bounds how far the losses of arm and baseline exceed their best losses.
         pytest.param(
             difference_around(-0.02, tuning=(0.1, 0.0)),
             BETTER,
@@ -487,10 +495,10 @@ def difference_around(mean, spread=0.001, num_pairs=8, **keywords):
 def test_a_decision_is_never_better_for_an_arm_that_diverged(
     compared, decided, arm_diverged, baseline_diverged
 ):
-    """Trials that diverged are missing from the means, which therefore flatter their side.
+    """Diverged trials are left out of the mean, which makes the loss of their side too low.
 
-    So an arm with such trials is never better. An arm is never worse than a baseline with such
-    trials. With such trials on either side, it is never equivalent.
+    So an arm with diverged trials is never better. No arm is worse than a baseline with diverged
+    trials. With diverged trials on either side, no arm is equivalent.
     """
 
     def decision_where_trials_diverged(of_arm, of_baseline):
@@ -505,9 +513,11 @@ def test_a_decision_is_never_better_for_an_arm_that_diverged(
 
 
 def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
-    """Checks the corrected p values of an arm against a level alpha.
+    """Checks the three corrected p values of an arm against a level alpha.
 
-    The family are the arms that share alpha. An arm leaves it if its margin test is rejected.
+    `p` tests for a difference from zero, and `p_margin` for a difference beyond the margin.
+    `p_equivalence` tests for a difference within the margin. An arm with p_margin <= alpha leaves
+    the family of arms that share alpha.
 
     Args:
         judged: The judgement of the arm among all arms, with corrected p values.
@@ -515,7 +525,7 @@ def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
         alpha: The level of all arms together.
         num_remaining: How many arms have not left the family.
     """
-    # The first look at a study has 0.8 of alpha, so `judge` divides p values by 0.8.
+    # `judge` tests the first look at a study at 0.8 alpha, so it divides p values by 0.8.
     fraction = level(1) / ALPHA
     p = fraction * judged.p_holm
     p_equivalence = fraction * judged.p_equivalence_holm
@@ -523,7 +533,7 @@ def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
 
     has_left_family = p_margin <= alpha
     if has_left_family:
-        # A difference beyond the margin is also one from zero, and no equivalence.
+        # A difference beyond the margin is not zero, and is not within the margin.
         assert p <= alpha
         assert p_equivalence > alpha
     else:
@@ -534,13 +544,13 @@ def assert_judged_in_the_family(judged, difference, alpha, num_remaining):
 
 
 def test_an_arm_leaves_the_family_when_it_differs_by_more_than_the_margin():
-    """The arms of a study share alpha, the probability that any of them is decided falsely.
+    """The arms of a study share alpha, the probability of any false decision.
 
-    An arm leaves the family if it is shown to differ by more than the margin. The others then share
-    all of alpha. For the tests at the margin, this is Holm's method.
+    An arm that differs by more than the margin leaves the family. The other arms then share all of
+    alpha. For the margin tests, this is Holm's method.
     """
     rng = np.random.default_rng(11)
-    # The first look at a study has 0.8 of alpha, so `judge` divides p values by 0.8.
+    # `judge` tests the first look at a study at 0.8 alpha, so it divides p values by 0.8.
     fraction = level(1) / ALPHA
     for _ in range(100):
         means = rng.choice([-0.03, -0.01, 0.0, 0.004], 5)

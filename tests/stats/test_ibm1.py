@@ -25,11 +25,11 @@ def test_the_first_step_counts_words_in_equal_shares():
 
 
 def test_no_iteration_lowers_the_likelihood():
-    """IBM model 1 learns a dictionary from pairs of sentences, in iterations.
+    """Each iteration of IBM model 1 raises the likelihood of the pairs of sentences.
 
-    Each iteration raises the likelihood of the pairs. The dictionary of words 0 to 11 is found.
+    From the pairs, the model finds the translations of the words 0 to 11.
     """
-    # The translation of word 3 is w3. Targets have their words in reverse order.
+    # Word 3 is translated as w3. Target sentences have the words in reverse order.
     rng = np.random.default_rng(0)
     pairs = []
     for _ in range(200):

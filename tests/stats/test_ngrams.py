@@ -12,10 +12,10 @@ V = 5
 
 
 def slow_probability(rows, context, target, order):
-    """P(target | the first `order` tokens of its context, nearest token first), by the definition.
+    """P(target | the `order` tokens before it) by the definition, with Witten-Bell smoothing.
 
-    By Witten-Bell smoothing, counts are mixed with the probability of one order less. An order of
-    -1 is the uniform distribution.
+    Counts are mixed with the probability of the order below. Order -1 is the uniform distribution.
+    `context` has the nearest token first.
     """
     if order < 0:
         return 1 / V
@@ -37,7 +37,7 @@ def slow_probability(rows, context, target, order):
 
 
 def text():
-    """Counted rows, and evaluated ones with a token and some contexts that are never counted."""
+    """Rows to count, and rows to evaluate. Token 4 and some contexts are never counted."""
     rng = np.random.default_rng(0)
     counted_RL = rng.choice(V - 1, (30, 9), p=(0.5, 0.3, 0.15, 0.05))
     rows_RL = rng.integers(V, size=(6, 9))
@@ -45,15 +45,15 @@ def text():
 
 
 def test_losses_are_those_of_counts_in_dictionaries():
-    """The losses of n-grams are those of a slow count, for every target and order.
+    """The losses of n-grams equal a slow count in dictionaries, for every target and order.
 
-    An n-gram predicts a token from the tokens before it. The order is here the number of these.
+    An n-gram of order k predicts a token from the k tokens before it.
     """
     counted_RL, rows_RL = text()  # 6 rows of 9 tokens are evaluated
     contexts, targets = ngrams.preceding(counted_RL, 3)
     (nats_OM,) = ngrams.losses(contexts, targets, [ngrams.preceding(rows_RL, 3)], V)
 
-    # Orders 0 to 3 of 8 targets in each of 6 rows: the first token of a row is no target.
+    # Orders 0 to 3. Each of 6 rows has 8 targets, since its first token is no target.
     nats_ORT = nats_OM.reshape(4, 6, 8)
     counted_rows = counted_RL.tolist()
     for r, row in enumerate(rows_RL.tolist()):
@@ -76,7 +76,7 @@ def test_probabilities_of_all_tokens_sum_to_one():
 
 
 def has_neighbours(row, t, chain):
-    """Whether the neighbours of position t are those of the chain."""
+    """Whether position t has all neighbours of the chain, a list of (offset, token)."""
     for offset, token in chain:
         s = t + offset
         if not 0 <= s < len(row) or row[s] != token:
@@ -85,14 +85,14 @@ def has_neighbours(row, t, chain):
 
 
 def slow_masked_probability(rows, chain, target):
-    """P(target | neighbours) by the definition; the chain is a list of (offset, token).
+    """P(target | neighbours) by the definition, with Witten-Bell smoothing.
 
-    By Witten-Bell smoothing, counts are mixed with the probability of a shorter chain. It lacks the
-    last neighbour. Counts without neighbours are mixed with the uniform distribution.
+    `chain` is a list of neighbours as (offset, token). Counts are mixed with the probability
+    without the last neighbour. Counts without neighbours are mixed with the uniform distribution.
     """
     lower = slow_masked_probability(rows, chain[:-1], target) if chain else 1 / V
 
-    # The tokens that stand among these neighbours anywhere in the rows.
+    # The tokens that occur with these neighbours anywhere in the rows.
     fillers = collections.Counter()
     for row in rows:
         for t, token in enumerate(row):
@@ -105,12 +105,12 @@ def slow_masked_probability(rows, chain, target):
 
 
 def slow_chain(shown, t, length):
-    """The nearest visible neighbours of position t as (offset, token), left ones first.
+    """The nearest visible neighbours of position t as (offset, token), nearest first.
 
     Args:
         shown: The tokens of a row, negative where they are hidden.
         t: The position in the row.
-        length: The most neighbours that are returned.
+        length: The largest number of neighbours to return.
     """
     neighbours = []
     for s, token in enumerate(shown):
@@ -119,7 +119,7 @@ def slow_chain(shown, t, length):
             neighbours.append((s - t, token))
 
     def distance_and_side(neighbour):
-        """The key of the order: at equal distance, the left neighbour is first."""
+        """The sort key. At equal distance, the left neighbour is first."""
         offset, _ = neighbour
         return abs(offset), offset
 
@@ -127,7 +127,7 @@ def slow_chain(shown, t, length):
 
 
 def masked_text():
-    """Counted rows, and evaluated rows: as shown, with all tokens, and where they are hidden."""
+    """Rows to count, and the shown tokens, all tokens and hidden places of rows to evaluate."""
     rng = np.random.default_rng(1)
     counted_RT = rng.choice(V - 1, (40, 8), p=(0.5, 0.3, 0.15, 0.05))
     rows_RT = rng.integers(V, size=(9, 8))  # some contexts are never counted
@@ -140,7 +140,7 @@ def masked_text():
 def test_masked_losses_are_those_of_counts_at_the_nearest_visible_offsets():
     """A hidden token is predicted from its nearest visible neighbours, up to three of them.
 
-    Losses are those of a slow count of the tokens that stand among the same neighbours.
+    The losses equal a slow count of the tokens that occur with the same neighbours.
     """
     counted_RT, (shown_RT, rows_RT, hidden_RT) = masked_text()
     # The evaluated rows are given as two sets.
@@ -166,7 +166,8 @@ def test_a_rare_chain_of_offsets_has_the_probability_of_the_depth_before():
     (all_nats_OM,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0)
     (nats_OM,) = ngrams.masked_losses(counted_RT, [evaluated], 3, V, rare=0.2)
 
-    # The depth at which the chain of a target becomes rare: its loss is the last one from there on.
+    # A chain is the offsets of the neighbours. Chains of fewer than 20 % of the targets are not
+    # counted. From depth_M neighbours on, the loss of a target stays the same.
     depth_M = np.argmax(nats_OM == nats_OM[-1], axis=0)
     assert 0 < depth_M.mean() < 3
     is_counted_OM = np.arange(4)[:, None] <= depth_M

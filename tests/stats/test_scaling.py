@@ -27,22 +27,22 @@ def contains(interval, truth):
 
 
 def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
-    """A scaling law is a loss that falls with the number of parameters n: E + A n^-a.
+    """The fit of a scaling law has the same 95 % intervals as scipy's `curve_fit`.
 
-    Its fit to five sizes has the 95 % intervals of scipy's `curve_fit`.
+    By the law, a model with n parameters has the loss E + A n^-a.
     """
     losses = noisy_losses(np.random.default_rng(3), SIZES, SD / 2)
     shuffled = [3, 0, 4, 1, 2]
     fit = scaling.fit(SIZES[shuffled], losses[shuffled])
     assert fit.sizes == tuple(SIZES)
 
-    # Sizes are divided by 1e5 for the solver, which changes A but neither E nor a.
+    # Dividing the sizes by 1e5 helps the solver. It changes A, but not E and a.
     (E_value, _, a_value), covariance = optimize.curve_fit(
         lambda n, E, A, a: E + A * n**-a, SIZES / 1e5, losses, p0=(1.2, 1.0, EXPONENT)
     )
     variance_of_E = covariance[0, 0]
     variance_of_a = covariance[2, 2]
-    t = stats.t.ppf(0.975, df=5 - 3)  # losses less parameters
+    t = stats.t.ppf(0.975, df=5 - 3)  # five losses, less three parameters
 
     half_of_E = t * variance_of_E**0.5
     assert fit.E.low == pytest.approx(E_value - half_of_E, rel=1e-4)
@@ -54,10 +54,10 @@ def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
 
 @pytest.mark.parametrize('shared_sd', [0.0, 0.002])
 def test_intervals_from_four_sizes_contain_the_truth(shared_sd):
-    """Of four sizes, most simulations give no law. The intervals of the others hold the truth.
+    """At most 7 % of the laws that are fitted to four sizes have intervals that miss the truth.
 
-    At most 7 % of them miss it. Computed from the residuals alone, 17 % would. All seeds of a size
-    share noise of `shared_sd`, such as that of its tuning.
+    Most simulations give no law. `shared_sd` is noise that all seeds of a size share, such as the
+    noise of tuning. If intervals used only the residuals, 17 % would miss the truth.
     """
     true_floor = 1.0
     true_exponent = 0.25
@@ -82,30 +82,31 @@ def test_intervals_from_four_sizes_contain_the_truth(shared_sd):
 
 
 def test_the_floor_is_never_negative():
-    """Without the bound, a curve that bends down in ln N has a floor below zero."""
+    """These losses bend down in ln N, so a fit without a bound would give E < 0."""
     losses = 20 * SIZES**-0.25 - 0.001 * np.log(SIZES / SIZES[0]) ** 2
     fit = scaling.fit(SIZES, losses)
     assert fit.E.value == 0
-    # Without a floor, A is the least-squares factor of N^-a.
+    # With E = 0, A is the least-squares factor of N^-a.
     powers = SIZES**-fit.a.value
     expected_A = (powers @ losses) / (powers @ powers)
     assert fit.A == pytest.approx(expected_A)
 
 
 def multiplier_of(factor, rng, sizes=SIZES, sd=SD / 2):
-    """The multiplier of an arm that is the baseline at `factor` times its parameters."""
+    """The multiplier of an arm with the losses of a baseline with `factor` times its parameters."""
     baseline_losses = noisy_losses(rng, SIZES, sd)
     arm_losses = noisy_losses(rng, factor * sizes, sd)
     baseline_loss_of_size = dict(zip(SIZES, baseline_losses, strict=True))
     pairs = []
     for size, arm_loss in zip(sizes, arm_losses, strict=True):
         difference = arm_loss - baseline_loss_of_size[size]
+        # Parameters of the arm, parameters of the baseline, loss difference.
         pairs.append((size, size, difference))
     return scaling.multiplier(scaling.fit(SIZES, baseline_losses), pairs)
 
 
 def assert_intervals_cover(multipliers, truth):
-    """Checks that about 95 % of the intervals hold the truth, and that they are narrow."""
+    """Checks that about 95 % of the intervals hold the truth, and that intervals are narrow."""
     are_held = [contains(multiplier, truth) for multiplier in multipliers]
     assert 0.93 <= np.mean(are_held) <= 0.995
     widths = [multiplier.high / multiplier.low for multiplier in multipliers]
@@ -115,13 +116,13 @@ def assert_intervals_cover(multipliers, truth):
 def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
     """A multiplier says how many parameters of the baseline one parameter of an arm is worth.
 
-    Five sizes within a factor of 4.5 do not determine the exponent of the baseline's law. They
-    still determine the multiplier, which here is 0.8.
+    Five sizes within a factor of 4.5 do not determine the exponent of the baseline's law. The same
+    sizes determine the multiplier, which is 0.8 here.
     """
     sizes = np.geomspace(1e5, 4.5e5, 5)
     factor = 0.8
     sd = SD / 2
-    df = 5 * (5 - 1)  # of five seeds at five sizes
+    df = 5 * (5 - 1)  # five sizes with five seeds each
     rng = np.random.default_rng(0)
     multipliers = []
     for _ in range(200):
@@ -132,10 +133,12 @@ def test_a_multiplier_is_estimated_where_the_exponent_is_not_determined():
         fit = scaling.fit(sizes, baseline_losses, (estimated_variance, df))
         if fit.loose:
             differences = arm_losses - baseline_losses
+            # Parameters of the arm, parameters of the baseline, loss difference. Arm and baseline
+            # have the same number of parameters.
             pairs = list(zip(sizes, sizes, differences, strict=True))
             multipliers.append(scaling.multiplier(fit, pairs))
 
-    # The last law is loose: the interval of its exponent is wider than the exponent itself.
+    # In the last simulation, the interval of the exponent is wider than the exponent.
     assert fit.loose.code is ProblemCode.EXPONENT_LOOSE
     width = fit.loose.data['high'] - fit.loose.data['low']
     assert width > fit.loose.data['value']

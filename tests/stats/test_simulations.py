@@ -53,16 +53,16 @@ class Shape:
         return rng.normal(0, self.spread, num_seeds)
 
     def losses(self, rng, x, level_S, shift_S):
-        """Losses at distance x from the optimum, for S seeds with their levels and shifts.
+        """The losses of S seeds at x = ln(learning rate / optimum).
 
-        x is ln(learning rate / optimum). At x = 0 the losses are the level on average, but for bad
-        trials. Noise has the deviation NOISE.
+        Without bad trials, the mean loss at x = 0 is the level of the seed. Noise has the standard
+        deviation NOISE.
         """
         x_S = x - shift_S
         inflection = -1 / (3 * self.cubic) if self.cubic else math.inf
         is_beyond_S = x_S / inflection > 1
         curve_x_S = np.where(is_beyond_S, inflection, x_S)
-        # The slope at the inflection is curvature / 2 times the inflection.
+        # The slope of the tangent is curvature / 2 times the inflection.
         tangent_S = curve_x_S * (x_S - curve_x_S)
         square_S = curve_x_S**2 * (1 + self.cubic * curve_x_S) + tangent_S
         excess_S = self.curvature / 2 * (square_S - self.spread**2)
@@ -99,9 +99,9 @@ class TunedArm(NamedTuple):
 
 @functools.lru_cache(1)
 def tuned_studies(case, num_studies, choice):
-    """The arms of each simulated study, the baseline first, with a tuned learning rate.
+    """The arms of each simulated study, with the learning rates that the planner found.
 
-    A study has 7 arms. Each has its own random optimum, which the planner searches.
+    A study has a baseline and 7 arms, in this order. Each of the 8 has its own random optimum.
     """
     rng = np.random.default_rng(list(CASES).index(case))
     baseline_shape, arm_shape = CASES[case]
@@ -109,7 +109,7 @@ def tuned_studies(case, num_studies, choice):
     limits = TuningConfig(seeds=SEEDS, choice=choice)
     studies = []
     for _ in range(num_studies):
-        # Noise that all arms share by seed, for more seeds than the planner asks for.
+        # Each seed adds a level to all arms. The planner never uses as many as 100 seeds.
         level_S = rng.normal(0, LEVEL_NOISE, 100)
         optima = [rng.uniform(math.log(0.002), math.log(0.016)) for _ in shapes]
         arms = []
@@ -121,19 +121,20 @@ def tuned_studies(case, num_studies, choice):
 
 
 def tuned_sweep(rng, shape, optimum, level_S, limits):
-    """The sweep of learning rates of one arm: trials run until the planner wants no more.
+    """The finished sweep of learning rates of one arm, from simulated trials.
 
     Args:
         rng: The generator of all noise.
         shape: The loss of the arm by its learning rate.
         optimum: ln(learning rate) of the least loss.
-        level_S: What each seed adds to all losses.
+        level_S: What each seed adds to its losses.
         limits: The planner's settings.
     """
     shift_S = shape.shifts(rng, len(level_S))
     measured = {}
     tuning = tune(GRIDS, limits, measured, 'coupled')
-    # The planner names the values and seeds that are missing, or no setting if none are.
+    # `tuning` says what to run next: values of a knob (None once finished), each with all seeds.
+    # `measured` has the losses so far, by settings and seed.
     while tuning.knob is not None:
         indices = np.array(tuning.seeds) - SEEDS[0]
         for value in tuning.values:
@@ -150,8 +151,8 @@ def tuned_sweep(rng, shape, optimum, level_S, limits):
 def is_false(decided, true):
     """Whether a decision contradicts the true difference of an arm from the baseline.
 
-    'Equivalent' says that the difference is below the margin. 'Better' and 'worse' say its sign.
-    They also say that it reaches the margin, unless the margin is left open.
+    'Equivalent' claims a difference below the margin. 'Better' claims a negative difference, and
+    'worse' a positive one. Both claim to reach the margin, unless the decision leaves it open.
     """
     size = abs(true)
     if decided is Decision.EQUIVALENT:
@@ -164,7 +165,7 @@ def is_false(decided, true):
         return False  # undecided
 
     claims_margin = decided in (Decision.BETTER, Decision.WORSE)
-    is_below_margin = size < MARGIN * (1 - 1e-9)  # but for rounding
+    is_below_margin = size < MARGIN * (1 - 1e-9)  # allows for rounding
     return has_wrong_sign or (claims_margin and is_below_margin)
 
 
@@ -186,10 +187,10 @@ class Counts(NamedTuple):
 
 
 def simulate(case, num_seeds, num_studies, choice, effect=0.0):
-    """Simulates studies from the sweeps of `tuned_studies` to the decisions on their arms.
+    """Simulates the final runs of `tuned_studies` and the decisions on their arms.
 
-    The first arm differs by `effect`, up and down in turns. A decision is false if it contradicts
-    the difference of the means, or that without bad trials.
+    Arm 1 differs from the baseline by `effect` in even studies, by `-effect` in odd ones. A
+    decision is false if it contradicts the true difference, with or without bad trials.
     """
     rng = np.random.default_rng([list(CASES).index(case), num_seeds, int(effect != 0)])
     num_false = 0
@@ -199,7 +200,7 @@ def simulate(case, num_seeds, num_studies, choice, effect=0.0):
     for number, arms in enumerate(tuned_studies(case, num_studies, choice)):
         level_S = rng.normal(0, LEVEL_NOISE, num_seeds)
         signed_effect = effect if number % 2 == 0 else -effect
-        # Differences from the baseline, which is arm 0.
+        # True differences from the baseline, which is arm 0.
         true = [0.0, signed_effect] + [0.0] * (ARMS - 1)
         losses = []
         for difference, arm in zip(true, arms, strict=True):
@@ -209,7 +210,7 @@ def simulate(case, num_seeds, num_studies, choice, effect=0.0):
         misses = [largest_miss(arm.sweep) for arm in arms]
 
         differences = {}
-        true_means = {}  # of losses, bad trials included
+        true_means = {}  # true differences with bad trials
         for i in range(1, len(arms)):
             tuning = (misses[i], misses[0])
             if max(tuning) < math.inf:
@@ -248,9 +249,8 @@ class Coverage(NamedTuple):
 def coverage_over_seeds_and_documents(num_studies):
     """How often intervals of simulated studies hold the true difference, which is 0.
 
-    A study has 16 seeds that are evaluated on 100 documents. The tokens of documents are
-    log-normal, none above 5 % of all. Arms differ by noise of the seed, of the document, and of a
-    seed at a document.
+    A study evaluates 16 seeds on 100 documents. The number of tokens of a document is log-normal,
+    at most 5 % of all tokens. Seeds, documents and pairs of both have their own noise.
     """
     num_seeds = 16
     num_documents = 100
@@ -259,7 +259,7 @@ def coverage_over_seeds_and_documents(num_studies):
     num_over_seeds = 0
     for _ in range(num_studies):
         tokens_C = rng.lognormal(8, 1.0, num_documents)
-        for _ in range(20):  # until it settles, since a cut lowers the total
+        for _ in range(20):  # repeated, since each cut lowers the total
             tokens_C = np.minimum(tokens_C, 0.05 * tokens_C.sum())
 
         # The difference of each seed S at each document C, in nats per token.
@@ -288,18 +288,20 @@ QUICK = [('cubic arms', 'vertex'), ('cubic baseline', 'minimax')]
 def test_errors_of_tuning_and_bad_trials_rarely_decide_falsely(case, choice):
     """At most 5 % of studies decide falsely, though tuning misses the best learning rates.
 
-    Without the error of tuning, more than half of the studies with cubic sweeps decide falsely.
+    If the tests ignored the error of tuning, more than half of the cubic studies would decide
+    falsely.
     """
     num_studies = 24
     counts = simulate(case, MANY, num_studies, choice)
 
-    # If 5.5 % decide falsely, more than 4 of 24 have a probability below 1 %.
+    # At a true rate of 5.5 %, the chance of more than 4 false decisions in 24 studies is below 1 %.
     assert counts.false <= 4
 
     # Nearly all arms are tuned well enough to be tested.
     assert counts.tested >= 0.97 * num_studies * ARMS
 
-    # Intervals at 95 % hold the truth. Rare bad trials shift a mean, so those cases are left out.
+    # 95 % intervals should hold the truth. Coverage is not checked with rare bad trials, which
+    # shift the mean.
     if not case.startswith('bad'):
         assert counts.coverage >= 0.94
 
@@ -315,27 +317,25 @@ def test_intervals_over_seeds_and_documents_cover_the_truth():
 @pytest.mark.parametrize('choice', CHOICES)
 @pytest.mark.parametrize('case', CASES)
 def test_studies_are_decided_falsely_at_most_once_in_twenty(case, choice, num_seeds):
-    """Whatever the loss curves of a case, at most 5 % of simulated studies decide falsely.
-
-    The intervals hold the truth, and differences that count as detectable are found.
-    """
+    """At most 5 % of simulated studies decide falsely, whatever the loss curves of a case."""
     num_studies = 400
     counts = simulate(case, num_seeds, num_studies, choice)
-    assert counts.false <= ALLOWED * num_studies  # 5.5 %, with the noise of a simulation
+    assert counts.false <= ALLOWED * num_studies  # 5.5 %: 5 % plus simulation noise
 
-    # Nearly constant losses do not bound the best learning rate, so hardly any arm is tested.
+    # With nearly constant losses, hardly any sweep bounds its optimum, so few arms are tested.
     num_arms = num_studies * ARMS
     if case == 'all nearly constant':
         assert counts.tested < 0.05 * num_arms
         return
 
-    # Intervals are at 95 %. Few seeds do not show how rare bad trials shift a mean.
+    # With rare bad trials, few seeds may include none, so the interval misses the true mean.
+    # Coverage is not checked there.
     has_bad_trials = case.startswith('bad')
     if not has_bad_trials:
         assert counts.coverage >= 0.94
     assert counts.tested >= 0.97 * num_arms
 
-    # A detectable difference is found with a probability of about 80 %, less with bad trials.
+    # About 80 % of detectable differences are found, and fewer with bad trials.
     shifted = simulate(case, num_seeds, num_studies, choice, effect=counts.detectable)
     assert shifted.power >= (0.65 if has_bad_trials else 0.78)
 
@@ -344,7 +344,7 @@ def share_of_studies_decided_falsely(losses, true):
     """The share of studies that decide any of their arms falsely.
 
     Args:
-        losses: Losses less those of the baseline, by study, arm and seed.
+        losses: The loss minus the loss of the baseline, by study, arm and seed.
         true: The true difference of each arm.
     """
     are_false = []
@@ -355,7 +355,7 @@ def share_of_studies_decided_falsely(losses, true):
     return np.mean(are_false)
 
 
-# True differences of the arms of a study in margins, and the deviation of one over seeds.
+# True differences of the arms in margins, and the standard deviation over seeds.
 EFFECTS = [
     ((0.0,) * 6, 0.02),
     ((0.999,) * 6, 0.003),
@@ -369,31 +369,31 @@ def test_studies_rarely_decide_wrongly(margins, sd):
     """At most 5 % of studies decide any arm falsely, whatever the true differences of the arms.
 
     All arms of a study are compared with the same losses of the baseline. `margins` are the true
-    differences as multiples of the margin.
+    differences, in multiples of the margin.
     """
     rng = np.random.default_rng(0)
     num_studies = 1000
     num_arms = len(margins)
     num_seeds = 8
     true = MARGIN * np.array(margins)
-    sd_of_losses = sd / 2**0.5  # so that a difference of two losses has the deviation sd
+    sd_of_losses = sd / 2**0.5  # so a difference of two losses has sd
     arms = rng.normal(0.0, sd_of_losses, (num_studies, num_arms, num_seeds)) + true[:, None]
     baseline = rng.normal(0.0, sd_of_losses, (num_studies, 1, num_seeds))
     differences = arms - baseline
 
-    # Four standard errors of a share of 5 % among so many studies.
+    # The standard error of a share p of n studies is sqrt(p (1 - p) / n).
     four_errors = 4 * (0.05 * 0.95 / num_studies) ** 0.5
-    # A first look spends 4 % of the 5 %, and leaves the rest to repeats.
+    # The first look is tested at 4 %, since 1 % is left for repeats.
     share_of_all_arms = share_of_studies_decided_falsely(differences, true)
     assert 0.02 <= share_of_all_arms <= 0.05 + four_errors
 
-    # The same holds for a study of the first arm alone.
+    # A study with only the first arm also decides falsely at about this rate.
     share_of_first_arm = share_of_studies_decided_falsely(differences[:, :1], true)
     assert abs(share_of_first_arm - 0.05) <= four_errors
 
 
 def share_of_false_answers(num_seeds, true, sd, num_studies, *, by_the_rule):
-    """The share of studies that decide any arm falsely, if the undecided arms are repeated."""
+    """The share of studies that decide any arm falsely, if undecided arms are run again."""
     rng = np.random.default_rng([*num_seeds, len(true), num_studies])
     num_false = 0
     for _ in range(num_studies):
@@ -410,18 +410,17 @@ def pooled_difference(samples):
 
 
 def is_decided_falsely(rng, num_seeds, true, sd, by_the_rule):
-    """Whether a study decides any arm falsely, if the undecided arms are repeated.
+    """Whether a study decides any arm falsely, if undecided arms are run again.
 
-    A look is a study or a repeat of it with further seeds.
+    A look is the first study, or a repeat with further seeds.
 
     Args:
         rng: The generator of all noise.
         num_seeds: The number of seeds of each look.
         true: The true difference of each arm.
         sd: The standard deviation of a difference over seeds.
-        by_the_rule: Whether a repeat is pooled with the looks before it, corrected for all arms
-            that any of them had, and tested at `decision.level`. Otherwise it counts alone, as if
-            it were the only look.
+        by_the_rule: Whether a repeat is pooled with earlier looks, corrected for all arms, and
+            tested at `decision.level`. Otherwise each look is tested like the only one.
     """
     num_arms = len(true)
     open_arms = list(range(num_arms))
@@ -475,7 +474,7 @@ def test_repeats_until_all_is_decided_err_at_most_once_in_twenty(num_seeds, effe
 @pytest.mark.slow
 @pytest.mark.parametrize(('num_seeds', 'rate'), [((8, 8), 0.065), ((8, 8, 8), 0.095)])
 def test_repeats_that_each_spend_five_percent_err_more_often(monkeypatch, num_seeds, rate):
-    """If each look spends 5 %, as if it were the only one."""
+    """If each look is tested at 5 %, like the only look, repeats add false decisions."""
     monkeypatch.setattr(decision, 'LEFT_FOR_REPEATS', 0.0)
     share = share_of_false_answers(num_seeds, (0.0,), 0.02, 2000, by_the_rule=False)
     assert share >= rate

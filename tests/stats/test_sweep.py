@@ -21,9 +21,9 @@ def loss(value, seed=0, curvature=0.06):
 
 
 def losses_by_value(values=GRID, seeds=3, rng=None, noise=0.0, curvature=0.06):
-    """Losses by value and seed: of `loss`, with normal noise if there is a random generator.
+    """The losses of the function `loss` by value and seed, with normal noise if `rng` is given.
 
-    The default are three seeds at the five values of GRID, without noise.
+    By default, there are three seeds at the five values of GRID.
     """
     losses_of_value = {}
     for value in values:
@@ -37,7 +37,7 @@ def losses_by_value(values=GRID, seeds=3, rng=None, noise=0.0, curvature=0.06):
 
 
 def sweep_of_means(*means, values=GRID, seeds=2):
-    """The sweep of seeds without noise, with these means (None: diverged) at the first values."""
+    """A sweep whose seeds all have these losses at the first values. None is a diverged trial."""
     losses_of_value = {}
     for value, mean in zip(values, means, strict=False):
         losses_of_value[value] = dict.fromkeys(range(seeds), mean)
@@ -51,10 +51,9 @@ def indices_of_nearest_worse(swept):
 
 @pytest.mark.parametrize(('noise', 'is_bounded'), [(0.004, True), (0.06, True), (0.07, False)])
 def test_the_fit_is_least_squares_with_a_level_per_seed(noise, is_bounded):
-    """The loss over ln(value) is fitted by a parabola, to which each seed adds a level.
+    """A sweep fits the losses over ln(value) by a parabola, plus a constant level for each seed.
 
-    A sweep has the losses of several seeds at several values of a setting. Its optimum is bounded
-    if the parabola is certainly curved upwards.
+    The optimum is bounded if a t test shows that the parabola curves upwards.
     """
     # Three seeds at the five values of GRID.
     table = losses_by_value(rng=np.random.default_rng(1), noise=noise)
@@ -93,11 +92,11 @@ def test_an_optimum_at_the_end_of_the_grid_is_kept_whatever_the_rounding(optimum
 
 
 def excess_on_a_grid_of_curves(swept, value):
-    """The largest excess at `value` of allowed curves, and the least and largest of their optima.
+    """The largest excess at `value` of any allowed curve, and the range of the allowed optima.
 
-    The excess of a curve is its loss at `value` above its least loss. A curve is allowed if its
-    residuals are not too large by an F test. Curves with O optima and K skews are compared with the
-    losses at V values of S seeds.
+    The excess of a curve is its loss at `value` minus its least loss. An F test of the residuals
+    decides which curves are allowed. The search tries curves with O optima and K skews. The losses
+    are of S seeds at V values.
     """
     x_V = np.log(np.array(swept.fitted) / value)
     indices_of_fitted = [swept.values.index(fitted) for fitted in swept.fitted]
@@ -106,7 +105,7 @@ def excess_on_a_grid_of_curves(swept, value):
     means_V = losses_VS.mean(axis=1)
     num_seeds = losses_VS.shape[1]
 
-    # The least squares of each curve, times a scale of 0 or more.
+    # Each curve is fitted by least squares, with a scale of 0 or more.
     optimum_O11 = np.linspace(x_V[0], x_V[-1], 1001)[:, None, None]
     skew_K1 = np.linspace(-sweep.SKEW, sweep.SKEW, 121)[:, None]
     curve_OKV = sweep._curve(x_V - optimum_O11, skew_K1)
@@ -118,8 +117,8 @@ def excess_on_a_grid_of_curves(swept, value):
     squares_OK = np.sum(residuals_OKVS**2, axis=(-2, -1))
     least_squares = squares_OK.min()
 
-    # The variance is that of residuals, or that of slopes between seeds where this is larger.
-    df = losses_VS.size - num_seeds - 3  # levels of seeds; optimum, skew and scale
+    # The larger variance counts: of the residuals, or of the slopes of the seeds.
+    df = losses_VS.size - num_seeds - 3  # 3 for optimum, skew and scale
     centred_V = x_V - x_V.mean()
     slopes_S = centred_V @ losses_VS / np.sum(centred_V**2) ** 0.5
     variance = max(least_squares / df, np.var(slopes_S, ddof=1))
@@ -142,10 +141,10 @@ def assert_excess_of_allowed_curves(swept, value):
     """Compares a sweep with a plain search over the loss curves that its data allow.
 
     `excess` bounds how far the loss at a value is above the least loss. With the choice 'minimax',
-    the chosen value lies among the optima of the allowed curves.
+    the chosen value lies between the optima of the allowed curves.
     """
     excess, low, high = excess_on_a_grid_of_curves(swept, value)
-    # The tolerances are for the grids of both searches.
+    # Both searches try curves on a grid, so their results differ a little.
     assert swept.excess(value) == pytest.approx(excess, rel=0.15)
     assert swept.optimum_low == pytest.approx(low, rel=0.03)
     assert swept.optimum_high == pytest.approx(high, rel=0.03)
@@ -170,7 +169,7 @@ def test_an_excess_is_bounded_by_the_curves_that_the_data_do_not_contradict(choi
 
 @CHOICES
 def test_an_excess_counts_the_variance_between_seeds_whose_optima_differ(choice):
-    """Seeds without noise, whose optima differ by factors, leave the optimum uncertain."""
+    """Three seeds without noise have different optima, so the optimum stays uncertain."""
     shift_of_seed = {0: 0.7, 1: 1, 2: 1.4}
     table = {}
     for value in GRID:
@@ -187,10 +186,10 @@ SPREADS = [(2, 0.15, 0.83, 0.94), (2, 0.0, 0.95, 1.0), (2, 0.4, 0.65, 0.84), (4,
 
 @pytest.mark.parametrize(('seeds', 'spread', 'low', 'high'), slow_except(SPREADS[:1], SPREADS))
 def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, spread, low, high):
-    """A sweep says by how much its chosen value may miss the least loss.
+    """A sweep bounds how far the loss at its chosen value may exceed the least loss.
 
-    This should hold in 95 % of sweeps. With two seeds, whose optima differ by `spread` in
-    ln(value), it holds less often. The share is between `low` and `high`, as in docs/limits.md.
+    The bound should hold in 95 % of sweeps. With two seeds it holds less often if their optima
+    differ (docs/limits.md). `spread` is the standard deviation of ln(optimum) over seeds.
     """
     rng = np.random.default_rng(0)
     are_held = []
@@ -205,7 +204,7 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
                 table[value][seed] = loss(value / shift, seed, curvature=0.4) + noise
         swept = sweep.fit(table, 'minimax')
 
-        # Only sweeps that bound their optimum say how much they may miss.
+        # Other sweeps give no bound `at_worst`.
         if swept.bracketed and swept.at_worst is not None:
             miss = loss(swept.chosen, curvature=0.4) - loss(OPTIMUM)
             are_held.append(miss <= swept.at_worst)
@@ -217,7 +216,7 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
 def diverged_sweep():
     """A sweep in which some seeds diverged at its last two values."""
     table = losses_by_value()
-    table[0.008] = {0: 1.0, 1: None, 2: 1.0}  # the lucky seeds
+    table[0.008] = {0: 1.0, 1: None, 2: 1.0}  # one of three seeds diverged
     table[0.016] = {0: None, 1: math.nan, 2: math.inf}
     return sweep.fit(table)
 
@@ -238,7 +237,7 @@ class Screening(NamedTuple):
 
     means: tuple
     seeds: int
-    num_estimates: int  # how many of ESTIMATES are known, each of which needs those before it
+    num_estimates: int  # how many of ESTIMATES are known, from the first on
     bracketed: bool
     needs_seeds: bool
     further: tuple  # values to screen next
@@ -369,21 +368,19 @@ SCREENED = pytest.mark.parametrize(
 
 @SCREENED
 def test_a_sweep_estimates_what_its_values_determine(screening):
-    """A sweep gives the first estimates of a list, as many as its values determine.
-
-    Each case has the mean losses at a few values of a setting, and the number of estimates.
-    """
+    """A sweep gives as many of the five ESTIMATES as the losses at its values determine."""
     swept = screening.sweep()
-    # Each estimate of ESTIMATES needs those before it, and the others are None.
+    # Each estimate needs all estimates before it in ESTIMATES. Unknown estimates are None.
     known = [name for name in ESTIMATES if getattr(swept, name) is not None]
     assert known == list(ESTIMATES[: screening.num_estimates])
 
-    # Only a sweep with all estimates bounds how far a loss is above the least one.
+    # Only a sweep with all estimates bounds how far a loss is above the least loss.
     has_all_estimates = screening.num_estimates == len(ESTIMATES)
     has_finite_excess = swept.excess(0.001) < math.inf
     assert has_finite_excess == has_all_estimates
 
-    # The second and third estimate are the optimum and its loss. Without them, the best is chosen.
+    # The second and third estimate are the optimum and its loss. A sweep without them chooses the
+    # best of its values.
     if screening.num_estimates < 3:
         assert swept.chosen == swept.best
 
@@ -397,9 +394,9 @@ def test_further_seeds_are_needed_where_they_could_bracket_the_optimum(screening
 
 @SCREENED
 def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
-    """The grid of screened values grows by factors of 2, up to a number of values in all.
+    """The grid grows by a factor of 2 on each side where no value is worse than the best.
 
-    Each case has the mean losses at a few values, and in `further` the values to screen next.
+    `screening.further` lists the values to screen next.
     """
     swept = screening.sweep()
     num_screened = len(screening.means)
@@ -407,6 +404,7 @@ def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
     def next_values(most_values):
         return sweep.next_values(swept, 2.0, most_values, math.inf)
 
+    # A grid of up to 9 values has room on both sides.
     assert next_values(9) == screening.further
     # A full grid does not grow. A grid with one free place grows by one value.
     assert next_values(num_screened) == ()
@@ -414,11 +412,10 @@ def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
 
 
 def critical_difference(losses_VS):
-    """The largest difference of two means that may be chance, by the losses at some values.
+    """The largest difference of the mean losses of two values that chance explains.
 
-    The losses are those of V values and two seeds. Their variance is that of the residuals from a
-    level per value and one per seed. The level of 5 % is shared by four comparisons with the best
-    of five values.
+    The losses are of two seeds at V values. Residuals are taken from a level per value and a level
+    per seed. Four values are compared with the best one, so each test is at 5 % / 4.
     """
     num_seeds = 2
     num_comparisons = 4
@@ -443,8 +440,8 @@ def test_further_values_have_no_rounding_noise(end, expected):
 def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
     """A value is worse than the best if its mean is higher by more than chance explains.
 
-    The optimum is bracketed if there is a worse value on each side of the best. The variance is
-    pooled over values that are no worse, so that a noisy last one hides nothing.
+    The optimum is bracketed if there is a worse value on each side of the best. The test of a value
+    uses the noise of this value and of better values. So the noisy value 4 does not hide others.
     """
     # The losses of two seeds at the five values of GRID.
     losses_VS = np.array([[2.005, 2.106], [2.0, 2.1], [2.11, 2.2], [2.3, 2.42], [3.4, 2.6]])
@@ -457,12 +454,12 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
             table[value] = dict(enumerate(losses_S))
         return sweep.fit(table)
 
-    # Value 0, below the best value 1, may be as good by chance. Value 2 is worse.
+    # Value 1 is the best. Chance explains the rise of value 0, but not of value 2.
     rises_V = losses_VS.mean(axis=1) - losses_VS[best].mean()
     critical_of_two = critical_difference(losses_VS[[best, 0]])
     critical_of_three = critical_difference(losses_VS[[best, 0, 2]])
     assert rises_V[0] < critical_of_two < critical_of_three < rises_V[2]
-    # With the noise of value 4 in the variance, no value would be worse.
+    # If the noise of value 4 counted for all values, no value would be worse.
     critical_of_all = critical_difference(losses_VS[[best, 0, 2, 3, 4]])
     assert rises_V[4] < critical_of_all
 
@@ -471,7 +468,7 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
     assert not swept.bracketed
     assert swept.needs_seeds
 
-    # Value 0 becomes worse where its mean rises above the critical difference.
+    # Value 0 is worse once its rise exceeds the critical difference.
     losses_VS[0] += critical_of_two - rises_V[0] + 1e-6
     assert fit().bracketed
     losses_VS[0] -= 2e-6
@@ -479,9 +476,9 @@ def test_a_value_is_worse_by_a_paired_t_test_over_seeds_with_pooled_variance():
 
 
 def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
-    """The parabola is fitted between the nearest values that are worse than the best.
+    """The parabola is fitted up to the nearest value on each side that is worse than the best.
 
-    It reaches at least two steps of the grid to each side of the best value.
+    At least two values on each side of the best are fitted.
     """
     rng = np.random.default_rng(2)
     flat = sweep.fit(losses_by_value(WIDE, 3, rng, noise=0.0097, curvature=0.01))
@@ -496,20 +493,22 @@ def test_the_parabola_reaches_to_the_nearest_worse_values_or_two_steps():
     assert above - below > 4
     assert flat.fitted == WIDE[first : last + 1]
 
-    # In a steep curve, they are within two steps, so two on each side are fitted.
+    # In a steep curve, the nearest worse values are within two steps, so 2 + 1 + 2 are fitted.
     assert len(steep.fitted) == 5
 
 
 def test_a_chosen_value_that_rounding_moves_past_a_neighbour_is_the_best_of_the_grid():
-    """The optimum is rounded to three digits, unless this moves it past a value of the grid."""
-    # Between 0.0010004 and 0.0010009, so all are rounded to 0.001, which is below the grid.
+    """The optimum is rounded to three digits, unless rounding moves it past a value of the grid."""
+    # Three values just above 0.001. Rounded to three digits, each becomes 0.001, which is lower
+    # than all of them.
     values = [0.0010004 * 1.0002**k for k in range(3)]
     table = {}
     for k, value in enumerate(values):
-        loss_of_both_seeds = (k - 1.1) ** 2  # least between the values 1 and 2
+        loss_of_both_seeds = (k - 1.1) ** 2  # least at k = 1.1
         table[value] = {0: loss_of_both_seeds, 1: loss_of_both_seeds}
 
     swept = sweep.fit(table)
     assert values[1] < swept.optimum < values[2]
     assert swept.best == values[1]
+    # The rounded optimum, 0.001, is below all values, so the best value is chosen.
     assert swept.chosen == values[1]
