@@ -35,11 +35,12 @@ def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_
 
     Args:
         model: A Decoder, Encoder or EncoderDecoder.
-        tokens_BT: The tokens, at which logits are computed.
+        tokens_BT: The tokens for which logits are computed.
         segments_BT: The number of the sequence of each token, 0 for padding. By default, each row
             is one sequence.
         source_BS: The tokens of the encoder, for an EncoderDecoder.
-        source_segments_BS: The numbers of their sequences. A token reads those of its own number.
+        source_segments_BS: The number of the sequence of each source token. A token attends only
+            to source tokens with its own number.
     """
     if segments_BT is None:
         segments_BT = np.ones_like(tokens_BT)
@@ -66,7 +67,7 @@ def forward(model, tokens_BT, segments_BT=None, source_BS=None, source_segments_
 
 
 def _same_segment(segments_BT, segments_BS) -> np.ndarray:
-    """mask_BTS of equal segments. Queries of padding see every key, so that softmax is finite."""
+    """mask_BTS of equal segments. Padding sees every key, so that its softmax is finite."""
     mask_BTS = np.zeros((*segments_BT.shape, segments_BS.shape[1]), bool)
     for b, t, s in np.ndindex(*mask_BTS.shape):
         is_padding = segments_BT[b, t] == 0
@@ -77,8 +78,8 @@ def _same_segment(segments_BT, segments_BS) -> np.ndarray:
 def _run(stream, x_BTD, mask_BTS, y_BSD=None, cross_mask_BTS=None) -> np.ndarray:
     """The output of all blocks, one after another, with cross-attention to y_BSD if given.
 
-    A block has the branches attention, cross-attention and MLP. Each branch is added to the stream
-    x. With norm_position='pre', the input of each branch is normed, and the end of the stream. Else
+    A block adds its branches to the stream x: attention, cross-attention and MLP. With
+    norm_position='pre', the input of each branch is normed, and so is the last output. Otherwise
     the stream is normed after each branch.
     """
     config = stream.config
@@ -117,8 +118,8 @@ def _mlp(activation, mlp, z_BTD) -> np.ndarray:
 def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
     """The stream x_BTD before the first block: embeddings of tokens and of their positions.
 
-    Positions count from 0 in each segment. With `table_VD`, it takes the place of the stream's own
-    embeddings.
+    Positions count from 0 in each segment. If `table_VD` is given, its rows are the embeddings of
+    tokens instead of the stream's own.
     """
     config = stream.config
     D = config.d_model
@@ -140,13 +141,13 @@ def _embed(stream, tokens_BT, segments_BT, table_VD=None) -> np.ndarray:
 def _sinusoids(config, position) -> np.ndarray:
     """The sinusoidal embedding of a position, in D channels (Vaswani et al. 2017).
 
-    Sines are in the first half of the channels, cosines in the second. They are as large as the
-    embeddings of tokens, whose standard deviation is `std` times `init_embedding`.
+    The first half of the channels has sines, the second half cosines. The root mean square equals
+    the standard deviation of token embeddings, `std * init_embedding`.
     """
     D = config.d_model
     half = (D + 1) // 2
     std = 0.02 if config.init == 'nanogpt' else D**-0.5
-    amplitude = 2**0.5 * std * config.init_embedding  # sin and cos have the mean square 1/2
+    amplitude = 2**0.5 * std * config.init_embedding  # the mean square of sin is 1/2
     sinusoid_D = np.zeros(D)
     for d in range(D):
         angle = position / 10_000 ** (d % half / half)
@@ -155,7 +156,7 @@ def _sinusoids(config, position) -> np.ndarray:
 
 
 def _norm(config, norm, x_BTD):
-    """LayerNorm or RMSNorm, with the gain and the bias that the norm has."""
+    """LayerNorm or RMSNorm, with a gain and a bias if the norm has them."""
     if config.norm == 'layernorm':
         x_BTD = x_BTD - x_BTD.mean(-1, keepdims=True)
     unit_BTD = x_BTD / np.sqrt((x_BTD**2).mean(-1, keepdims=True) + 1e-5)

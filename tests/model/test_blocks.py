@@ -46,7 +46,7 @@ def test_gelu_is_rounded_once_in_bfloat16(order):
 
 
 def branch_output(part: str, key=None, **fields):
-    """What the branch 'attention' or 'mlp' of a block adds; the output of the other one is 0."""
+    """What the branch 'attention' or 'mlp' of a block adds. The other branch gives 0."""
     block = Block(ModelConfig(**SIZES, **fields), key=jax.random.key(0))
     if part == 'attention':
         block.mlp.w_out_FD[...] *= 0
@@ -77,7 +77,7 @@ def test_dropout_acts_on_whole_branches(part):
 
 
 def test_dropout_acts_on_attention_probabilities_by_default():
-    """With probabilities dropped as well, what is left is not twice what it was."""
+    """Attention probabilities are dropped too, so outputs that are left are not just doubled."""
     got = branch_output('attention', KEY, dropout=0.5)
     plain = branch_output('attention')
     kept = is_kept(got)
@@ -122,7 +122,7 @@ CONFIG = ModelConfig(
 def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
     """A pattern gives the layers of a model several variants of attention in turn.
 
-    Each layer starts from the values that it would have if all layers had its variant.
+    Each layer has the same initial values as in a model with only its variant.
     """
     # Five layers: the pattern of three variants, then its first two again.
     layers = build(CONFIG, key=jax.random.key(0)).layers()
@@ -133,7 +133,7 @@ def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
     # A Value knows the index of its layer.
     assert layers[2].value.layer == 2
 
-    # The first variant has the layers 0 and 3, the second one 1 and 4.
+    # Layers 0 and 3 have the first variant. Layers 1 and 4 have the second variant.
     for index, variant in ((0, first), (1, second)):
         config = dataclasses.replace(CONFIG, pattern=None, **parse_variant(variant))
         uniform_layers = build(config, key=jax.random.key(0)).layers()
@@ -142,7 +142,7 @@ def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
 
 
 def costs_of_layer_and_rest(variant, quantity):
-    """The cost of one layer of the variant, and that of the model apart from its layers."""
+    """The cost of one layer of the variant, and the cost of the model without its layers."""
     one_layer = dataclasses.replace(CONFIG, pattern=None, num_layers=1, **parse_variant(variant))
     two_layers = dataclasses.replace(one_layer, num_layers=2)
     cost_of_one = cost.measured(one_layer, quantity)

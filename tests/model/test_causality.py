@@ -22,7 +22,7 @@ QUICK = [('qk', 'vo'), ('latent', 'latent')]
 def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
     """The loss at position t depends on every token up to t, and on none after it.
 
-    `score` and `value` name the two halves of the attention: how it gives logits, and outputs.
+    `score` names how attention computes logits, and `value` how it computes outputs.
     """
     config = ModelConfig(
         score=score,
@@ -36,7 +36,7 @@ def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
         tied_embeddings=False,
     )
     model = build(config, key=jax.random.key(0))
-    # Token s is number s, so that row s of the embedding serves position s alone.
+    # The token at position s is s, so only position s uses row s of the embedding.
     tokens_BT = jnp.arange(T)[None]
 
     def embedding_gradient(loss_weights_T):
@@ -48,7 +48,7 @@ def test_a_loss_has_no_gradient_by_the_embeddings_of_later_tokens(score, value):
         }
         return jax.grad(loss)(model, batch).w_embedding_VD[...]
 
-    with jax.disable_jit():  # operations recur between variants, whole programs do not
+    with jax.disable_jit():  # variants share operations, but no whole program
         # Row t of the identity selects the loss at position t.
         gradient_TSD = jax.vmap(embedding_gradient)(jnp.eye(T))
 

@@ -41,8 +41,10 @@ BIASED_MLP = 2 * D * F + F + D
 @pytest.mark.parametrize(
     ('fields', 'attention', 'mlp', 'embedding', 'norm'),
     [
+        # Two norms in each of 3 layers and a final norm: 7 D gains.
         pytest.param({}, 3 * ATTENTION, 3 * MLP_MATRICES, V * D + T * D, 7 * D, id='default'),
-        # Four matrices in the decoder, one in the encoder, two in cross-attention.
+        # The 3 decoder layers have 4 matrices each, and 2 more in cross-attention. The merged
+        # matrix of the encoder layer is D x D for each of 4 heads.
         pytest.param(
             BOTH | VARIANTS,
             (3 * 4 + 4 + 3 * 2) * D * D,
@@ -57,7 +59,7 @@ BIASED_MLP = 2 * D * F + F + D
         pytest.param(
             BOTH | UNTIED, 7 * BIASED_ATTENTION, 4 * BIASED_MLP, 2 * V * D, 26 * D, id='untied'
         ),
-        # A gated MLP has three matrices and, by default, 8/3 D in place of 4 D hidden features.
+        # A gated MLP has three matrices. By default, it has 8/3 D = 171 hidden features.
         pytest.param(
             {'activation': 'geglu'},
             3 * ATTENTION,
@@ -74,7 +76,7 @@ BIASED_MLP = 2 * D * F + F + D
             4 * D,
             id='no gain before attention',
         ),
-        # RMSNorm has no biases.
+        # An RMSNorm has gains and no biases, so 7 D as by default.
         pytest.param(
             UNTIED | {'norm': 'rmsnorm'},
             3 * BIASED_ATTENTION,
@@ -105,12 +107,13 @@ def test_a_parameter_of_no_group_is_refused():
     ('fields', 'flops'),
     [
         ({}, L * LAYER + UNEMBED),
-        # One matrix less, though queries and keys come from the same product.
+        # Queries and keys come from the same product, so there is one product less.
         ({'score': 'shared_qk'}, L * (LAYER - PROJECTION) + UNEMBED),
-        # Four heads of D x D, each of which scores whole vectors.
+        # One D x D product for each of 4 heads, whose logits each use all D channels.
         ({'score': 'merged'}, L * (LAYER + 2 * PROJECTION + 3 * READ) + UNEMBED),
-        # One pattern of attention for all heads.
+        # There is no W_Q and no W_K, and all heads have the same logits.
         ({'score': 'neither_full'}, L * (LAYER - 2 * PROJECTION) + UNEMBED),
+        # The gate is a third matrix of the MLP.
         ({'activation': 'swiglu', 'd_ff': F}, L * (LAYER + MLP // 2) + UNEMBED),
         ({'scan_unroll': 1}, L * LAYER + UNEMBED),
         (BOTH, (ENCODER + L * DECODER) / T + UNEMBED),
@@ -156,7 +159,7 @@ ONE_HEAD = 16  # channels
         ({}, L * KEYS_AND_VALUES),
         ({'num_kv_heads': 1}, L * 2 * ONE_HEAD),
         ({'score': 'key_free'}, L * KEYS_AND_VALUES),
-        # The input x alone is cached where it is both keys and values.
+        # Keys and values are both the input x, so only x is cached.
         ({'score': 'key_free', 'value': 'no_v'}, L * D),
         ({'score': 'merged', 'value': 'no_vo'}, L * D),
         # Cross-attention caches as much as self-attention.

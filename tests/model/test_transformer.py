@@ -20,7 +20,7 @@ SIZES = {'d_model': 16, 'num_layers': 2, 'num_heads': 2, 'd_ff': 24, 'vocab_size
 BOTH = {'kind': 'encoder_decoder', 'num_encoder_layers': 1, 'context': 10, 'source_context': 12}
 TOKENS = np.random.default_rng(0).integers(0, 13, (2, 7))
 logits_of = jax.jit(lambda model, *args, **options: model(*args, **options))
-# The tokens of a packed row, their segments, the tokens of its three pairs, and its length.
+# Names of two arrays, the tokens of each of three pairs, and the length of the packed row.
 SIDES = [
     ('source_BS', 'source_segments_BS', (4, 1, 5), 12),
     ('tokens_BT', 'segments_BT', (5, 1, 3), 10),
@@ -40,7 +40,7 @@ def make_model(**fields) -> Decoder | Encoder | EncoderDecoder:
 
 
 def packed_row() -> dict[str, np.ndarray]:
-    """Three pairs of source and target in one row, with padding behind them."""
+    """One row with three pairs of source and target, followed by padding."""
     rng = np.random.default_rng(0)
     batch = {}
     for tokens, segments, tokens_of_pairs, length in SIDES:
@@ -87,21 +87,21 @@ QUICK = [CASES[0], CASES[4], CASES[18], CASES[-1]]
 
 @pytest.mark.parametrize(('kind', 'fields'), slow_except(QUICK, CASES), ids=str)
 def test_logits_are_those_of_the_slow_reference(kind, fields):
-    """The logits of a model are those of a plain numpy transformer with the same parameters.
+    """A model has the same logits as a plain numpy transformer with the same parameters.
 
-    They are compared at all tokens but padding.
+    Logits at padding are not compared.
     """
     if kind == 'encoder_decoder':
-        # Pairs of source and target are packed, several in a row. Segments number the pairs.
+        # A row packs several pairs of source and target. Segments number the pairs.
         fields = BOTH | fields
         inputs = packed_row()
         reference_inputs = packed_row()
     else:
-        # Texts are one in each row: of 7 tokens, and of 4 with padding behind.
+        # Each row is one text: 7 tokens, and 4 tokens followed by padding.
         valid_BT = np.arange(7) < np.array([[7], [4]])
         inputs = {'tokens_BT': TOKENS, 'valid_BT': valid_BT}
         reference_inputs = {'tokens_BT': TOKENS, 'segments_BT': valid_BT.astype(int)}
-    # With noise, since gains of 1 and biases of 0 would hide mistakes.
+    # All parameters get noise, since gains of 1 and biases of 0 would hide mistakes.
     model = slow.with_noise(make_model(**{'kind': kind} | fields))
 
     got_BTV = logits_of(model, **inputs)
@@ -110,16 +110,16 @@ def test_logits_are_those_of_the_slow_reference(kind, fields):
     atol = 2e-5 * np.abs(want_BTV).max()
     np.testing.assert_allclose(got_BTV[is_token_BT], want_BTV[is_token_BT], atol=atol)
 
-    # The logits vary. Constants would agree in any model.
+    # Constant logits would agree in any model, so logits must vary.
     assert np.std(want_BTV[is_token_BT]) > 0.1
 
-    # A last norm is only in models that norm the input of each branch ('pre').
+    # Only models that norm the input of each branch ('pre') have a final norm.
     assert model.final_norm is None or model.config.norm_position == 'pre'
 
 
 @pytest.mark.parametrize('kind', ['encoder', 'decoder'])
 def test_padding_is_never_read_wherever_it_stands(kind):
-    """Logits at tokens do not depend on padding, before the tokens or behind them."""
+    """The logits of tokens do not depend on padding, before or after the tokens."""
     model = make_model(kind=kind)
     # Padding is at the end of the first row, and at the start of the second.
     valid_BT = np.ones((2, 7), bool)
@@ -127,17 +127,17 @@ def test_padding_is_never_read_wherever_it_stands(kind):
     valid_BT[1, :2] = False
     want = logits_of(model, TOKENS, valid_BT=valid_BT)
 
-    # Other tokens in the places of padding change nothing.
+    # Other padding tokens change nothing.
     other_padding = np.where(valid_BT, TOKENS, 3)
     got = logits_of(model, other_padding, valid_BT=valid_BT)
     np.testing.assert_array_equal(got[valid_BT], want[valid_BT])
     assert np.isfinite(got).all()
 
-    # The first row is as if its padding at the end were cut off.
+    # Without its padding at the end, the first row has the same logits.
     shorter = logits_of(model, TOKENS[:1, :5])
     np.testing.assert_allclose(want[:1, :5], shorter, atol=1e-5)
 
-    # Without the mask, padding would be read.
+    # Without the mask, padding changes the logits.
     unmasked = logits_of(model, TOKENS)
     assert np.abs(unmasked - want)[valid_BT].max() > 1e-3
 
@@ -150,9 +150,10 @@ QUICK_KERNELS = [('einsum', 'learned'), ('blockwise', 'rope')]
 
 @pytest.mark.parametrize(('kernel', 'positions'), slow_except(QUICK_KERNELS, KERNELS_AND_POSITIONS))
 def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
-    """A row may hold several documents, which segments number. None of them reads another.
+    """A document in a packed row has the same logits as in a row of its own.
 
-    Positions begin again in each document. So its logits are those of the document alone.
+    Segments number the documents of a row. A document attends only to itself, and its positions
+    start from 0.
     """
     model = make_model(kernel=kernel, positions=positions, window=4)
     segments_BT = np.array([[1, 1, 1, 1, 1, 2, 2], [2, 3, 3, 3, 4, 4, 4]])
@@ -164,7 +165,7 @@ def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
             alone = logits_of(model, document_1T)[0]
             np.testing.assert_allclose(got[row, is_document_T], alone, atol=1e-5)
 
-    # Without the segments, later documents would read earlier ones.
+    # Without segments, later documents attend to earlier ones, so their logits differ.
     unsegmented = logits_of(model, TOKENS)
     is_later_BT = segments_BT > 1
     assert np.abs(got - unsegmented)[is_later_BT].max() > 1e-2
@@ -249,28 +250,28 @@ def test_dropout_acts_on_embeddings():
 
 
 def test_dropout_acts_on_both_sides_of_an_encoder_decoder():
-    """Dropout, which a key switches on, changes the encoder's output and the decoder's logits."""
+    """A dropout key changes both the encoder's output and the decoder's logits."""
     model = make_model(**BOTH, dropout=0.5, num_layers=1)
     batch = packed_row()
     key = jax.random.key(0)
 
-    # The whole model: logits with dropout differ from those without, and by the key.
+    # Dropout changes the logits of the whole model, and two keys give different logits.
     plain = logits_of(model, **batch)
     first = logits_of(model, **batch, dropout_key=key)
     second = logits_of(model, **batch, dropout_key=jax.random.key(1))
     assert np.abs(first - plain).max() > 0.1
     assert np.abs(first - second).max() > 0.1
 
-    # The encoder alone.
+    # Dropout changes the output of the encoder.
     encoded = model.encode(batch['source_BS'])
     encoded_with_dropout = model.encode(batch['source_BS'], dropout_key=key)
     assert np.abs(encoded - encoded_with_dropout).max() > 0.1
 
 
 def test_no_two_parts_have_correlated_initial_values():
-    """Each part of a model draws its initial values from a random key of its own.
+    """Each part of a model draws its initial values from its own random key.
 
-    Parameters of equal shape would be equal if they were drawn from one key.
+    With the same key, two parameters of one shape would be equal.
     """
     # An encoder and a decoder of two layers each, whose parameters have equal shapes.
     fields = {'shared_embeddings': False, 'num_encoder_layers': 2, 'context': 12}
@@ -282,7 +283,7 @@ def test_no_two_parts_have_correlated_initial_values():
         encoder.blocks.attention,
     ]
 
-    # Families of parameters of equal shape. Those of blocks have a first axis over layers.
+    # The parameters of a family have one shape. The first axis of block parameters is the layer.
     queries_and_keys = []
     for attention in attentions:
         queries_and_keys += [*attention.score.w_q_DNH[...], *attention.score.w_k_DKH[...]]
@@ -294,7 +295,7 @@ def test_no_two_parts_have_correlated_initial_values():
     ]
     for family in families:
         correlations = np.corrcoef([np.ravel(parameter) for parameter in family])
-        between_two = np.triu(correlations, 1)  # without that of each with itself
+        between_two = np.triu(correlations, 1)  # each pair once
         assert np.abs(between_two).max() < 0.5
 
 
@@ -310,9 +311,9 @@ def test_logits_in_bfloat16_are_summed_in_float32():
 
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():
-    """`model.layers()` gives the attention of each layer apart, as an `Attention` of its own.
+    """`model.layers()` returns the attention of each layer as a separate `Attention`.
 
-    Called in turn, with the other parts of the blocks, they give the logits of the model.
+    These layers give the logits of the model if each runs in its block.
     """
     model = build(config_of(num_layers=3), rngs=nnx.Rngs(0))
     layers = model.layers()
@@ -320,12 +321,12 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
 
     x_BTD = model.embed(TOKENS)
     for index, layer in enumerate(layers):
-        # Matrices of logits and of outputs, of 2 heads in a stream of 16 channels.
+        # A gives logits, and B gives outputs: 2 heads, 16 channels of the stream.
         A_NDE, B_NDE = layer.matrix()
         assert A_NDE.shape == (2, 16, 16)
         assert B_NDE.shape == (2, 16, 16)
 
-        # The parameters of blocks have a first axis over layers.
+        # The first axis of all block parameters is the layer.
         block = jax.tree.map(operator.itemgetter(index), model.blocks)
         x_BTD = block.run_branches([layer], x_BTD)
     logits_BTV = model.logits(model.normed(x_BTD))
