@@ -50,10 +50,10 @@ def wide(tree: Any) -> Any:
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
-    """The size of each axis letter in a circuit, which is a Score or a Value.
+    """The size of each axis letter of a circuit, which is a Score or a Value.
 
-    Sizes are from the spec and from parameters. The last part of a parameter's name has a letter
-    for each axis: w_q_DNH has the axes D, N, H. A letter has one size in all parameters.
+    The name of a parameter ends with a letter for each axis: w_q_DNH has the axes D, N and H. A
+    letter must have the same size in the spec and in all parameters.
     """
     sizes = spec.letters
     parameters = nnx.to_pure_dict(nnx.state(circuit))
@@ -77,8 +77,7 @@ def causal() -> jax.Array:
 def hide_self(score: Any, mask_BTS: Any) -> np.ndarray:
     """The mask of a Score: true where query t may attend to key s.
 
-    If the Score hides a token from itself, t = s is false. A token that sees no other token still
-    sees itself.
+    With `hides_self`, a token does not see itself unless it would see nothing.
     """
     mask_BTS = np.asarray(mask_BTS)
     if not score.hides_self:
@@ -117,9 +116,9 @@ def rotary_logits(
 ) -> np.ndarray:
     """Logits s_BNTS of N query heads and K key heads with rotary positions (Su et al. 2021).
 
-    The last `rope_size` channels of a head are rotated, or all if it is None. Channel c and channel
-    c + half of these form a complex number. The pair contributes Re(q conj(k) exp(i (t - s) w_c)),
-    with the frequency w_c = 10000^(-c / half).
+    The last `rope_size` channels of a head are rotated, or all channels if `rope_size` is None. Of
+    the rotated channels, c and c + half form a complex number. Such a pair adds
+    Re(q conj(k) exp(i (t - s) w_c)) with the frequency w_c = 10000^(-c / half).
     """
     q_BTNH = np.asarray(q_BTNH, np.float64)
     k_BSKH = np.asarray(k_BSKH, np.float64)
@@ -150,8 +149,8 @@ def rotary_logits(
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
     """Logits s_BNTS of queries from x and keys from y, by the definition of the layer.
 
-    They have the scale, the cap and the position biases of the layer. In cross-attention, the Score
-    adds no biases of its own.
+    The layer applies its scale, cap and position biases. In cross-attention, the Score adds no
+    biases of its own.
     """
     score = layer.score
     spec = layer.spec
@@ -199,7 +198,7 @@ def expected_probabilities(
 def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> np.ndarray:
     """The output of the layer by the slow reference, in float64 numpy.
 
-    Queries are from x. Keys and values are from x in self-attention, and from y_BSD if it is given.
+    Queries come from x. Keys and values come from y_BSD if it is given, otherwise from x.
     """
     cross = y_BSD is not None
     if not cross:
@@ -213,7 +212,7 @@ def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> 
         y_BSD = np.asarray(y_BSD, np.float64)
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)
 
-    # Head n adds p[n] y B[n], with its matrix B[n]. An output bias may be added.
+    # Each head n adds p[n] y B[n]. Some Values also have an output bias.
     b_o_D = getattr(value, 'b_o_D', None)
     if b_o_D is not None:
         b_o_D = np.asarray(b_o_D[...])
@@ -238,8 +237,8 @@ def assert_close(got: Any, want: Any, tolerance: float, about: str) -> None:
 def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array) -> None:
     """Compares the outputs of a layer with the slow reference in numpy, the oracle.
 
-    Self-attention is to x with the mask, cross-attention to five other tokens. The tolerance
-    follows from the type of x.
+    Self-attention uses the mask. Cross-attention sees all of five other tokens. The tolerance
+    depends on the type of x.
     """
     dtype = x_BTD.dtype
     tolerance = {'float32': 1e-5, 'float64': 1e-12}[dtype.name]
@@ -279,9 +278,9 @@ def initial_logit_std(score: str, value: str = 'no_v', *, num_seeds: int, **size
 
     Args:
         score: The name of the Score.
-        value: The name of the Value beside it, which does not change the logits.
+        value: The name of the Value, which does not change the logits.
         num_seeds: The number of seeds, each with its own parameters and inputs.
-        sizes: Fields of `AttentionSpec`, `d_model` among them.
+        sizes: Fields of `AttentionSpec`, including `d_model`.
     """
     stds = []
     for seed in range(num_seeds):

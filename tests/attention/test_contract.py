@@ -62,17 +62,16 @@ def test_a_layer_equals_the_oracle_in_float64(variant):
 
 
 def test_logits_are_those_of_the_matrix(score):
-    """Queries times keys are the logits by the definition of a Score.
+    """Products of queries and keys equal the logits that define a Score.
 
-    A Score is defined by a matrix, or by a plain form of its logits. Logits are compared, since
-    softmax would hide a number that is added to all keys.
+    The test compares logits, since softmax would hide a constant added to all logits of a query.
     """
     with jax.enable_x64(True):
         layer = make((score, 'vo'), biases=True)
         layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
         circuit = layer.score
 
-        # Keys are made from what a cache holds. Several query heads may share a key head.
+        # Keys are computed from cached arrays. Several query heads may share a key head.
         q_BTNH = circuit.queries(x_BTD)
         k_BSKH = circuit.keys(circuit.cached(y_BSD))
         num_key_heads = k_BSKH.shape[2]
@@ -113,9 +112,9 @@ def test_nanogpt_initialization_has_standard_deviation_0_02(variant):
 
 
 def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
-    """The residual gain scales the output of attention, by one initial matrix of the Value.
+    """The residual gain multiplies the initial values of exactly one matrix of the Value.
 
-    A variant is a Score, which gives logits, and a Value, which gives outputs.
+    A variant is a pair of a Score, which gives logits, and a Value, which gives outputs.
     """
     plain = initial(variant, init='nanogpt', residual_gain=1.0)
     quartered = initial(variant, init='nanogpt', residual_gain=0.25)
@@ -123,19 +122,19 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
     for path, w in plain.items():
         if not is_random(w):
             continue
-        # Each random matrix is multiplied by one number as a whole.
+        # All elements of a matrix are multiplied by the same number.
         gain = (quartered[path] / w).flat[0]
         np.testing.assert_allclose(quartered[path], gain * w, rtol=1e-6, err_msg=path)
         if path.startswith('score.'):
             assert gain == 1, path
         if path.startswith('value.'):
-            # A matrix that is both W_V and W_O has the root of the gain, 0.5.
+            # A matrix used as both W_V and W_O is multiplied by sqrt(0.25) = 0.5.
             assert gain in (1, 0.25, 0.5), path
             gains_in_value.append(gain)
 
     multiplied = [gain for gain in gains_in_value if gain < 1]
-    # A Value without random matrices has nothing to multiply. `Hadamard` has the gain in its
-    # diagonal g_o_D, which is not random.
+    # A Value without random matrices has nothing to multiply. `Hadamard` multiplies its diagonal
+    # g_o_D, which is not random.
     if gains_in_value and 'value.g_o_D' not in plain:
         assert len(multiplied) == 1
     else:
@@ -143,10 +142,7 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
 
 
 def test_every_parameter_has_a_finite_gradient(variant):
-    """Every parameter of a layer trains: its gradient is finite, and not 0.
-
-    Matrices that are named `frozen` are fixed, so their gradient is 0.
-    """
+    """The gradient of every parameter is finite, and not 0 unless the parameter is `frozen`."""
     _, _, (layer_gradients, _) = biased_layer_and_gradients(variant)
     for path, gradient in jax.tree_util.tree_leaves_with_path(layer_gradients):
         name = jax.tree_util.keystr(path)
@@ -161,14 +157,11 @@ def test_every_parameter_has_a_finite_gradient(variant):
 
 @pytest.mark.parametrize('num_kv_heads', slow_except([2], [2, 1]), ids=['two', 'one'])
 def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
-    """With fewer key heads than query heads, a variant is right or refuses to be built.
-
-    There are 4 query heads. "Right" means the outputs of the slow reference.
-    """
+    """With 1 or 2 key heads for 4 query heads, a variant equals the oracle or is refused."""
     score, _ = registry.find_score(variant[0])
     value, _ = registry.find_value(variant[1])
 
-    # Neither the Score nor the Value has key heads, so their number must not be given.
+    # A variant without key heads refuses a number of key heads.
     if not (score.uses_kv_heads or value.uses_kv_heads):
         with pytest.raises(SpecError, match='changes nothing|num_kv_heads must be'):
             make(variant, num_kv_heads=num_kv_heads)
@@ -177,7 +170,7 @@ def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
     try:
         layer = make(variant, num_kv_heads=num_kv_heads, biases=True)
     except SpecError as refusal:
-        # A pair that needs as many key heads as query heads says so in one line.
+        # A variant may need as many key heads as query heads. The refusal is one line.
         message = str(refusal)
         assert 'num_kv_heads' in message
         assert '\n' not in message
@@ -186,7 +179,7 @@ def test_grouped_heads_equal_the_oracle(variant, num_kv_heads):
 
 
 def test_a_circuit_has_as_many_parameters_as_it_declares(variant):
-    """The Score and the Value of a layer declare formulas of how many parameters they have."""
+    """The formula `parameter_count` of a Score or Value gives its number of parameters."""
     for num_kv_heads in (N, 2):
         try:
             layer = make(variant, num_kv_heads=num_kv_heads)
@@ -195,7 +188,7 @@ def test_a_circuit_has_as_many_parameters_as_it_declares(variant):
         for circuit in (layer.score, layer.value):
             size_of_letter = layers.letters(circuit, layer.spec)
             counted = sum(leaf.size for leaf in jax.tree.leaves(circuit))
-            # `parameter_count` is a formula, such as 'D*N*H + D*K*H', of the sizes of axes.
+            # The formula uses the sizes of axes, such as 'D*N*H + D*K*H'.
             declared = eval(circuit.parameter_count, size_of_letter)
             assert counted == declared, size_of_letter
 
@@ -211,9 +204,9 @@ def test_bfloat16_is_near_float32(some):
 
 
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
-    """Two trials whose parameters are stacked, and shared among devices, equal single ones.
+    """Two trials stacked on a mesh of 8 devices have the same outputs as each trial on its own.
 
-    The mesh has 8 devices. The letters in the name of a parameter say how it is placed.
+    `sharding.spec` derives from the name of a parameter how devices split it.
     """
     single_layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()
@@ -237,8 +230,8 @@ def test_stacked_trials_on_a_mesh_equal_single_ones(some):
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     """A layer with rotary positions, or None if its variant refuses them.
 
-    Three kinds of variants may refuse, in one line. They are Scores without a rotary form, `latent`
-    without a size, and classes of neither the package nor examples/.
+    A variant may refuse for three reasons: its Score has no rotary form, its Score is `latent`
+    without a `rope_size`, or a class is from neither the package nor examples/.
     """
     score, _ = variant
     score_class, _ = registry.find_score(score)
@@ -254,7 +247,7 @@ def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
 
 
 def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(variant):
-    """Keys and values are cached token by token: no position depends on a later one."""
+    """Keys and values are cached token by token, so no token depends on a later one."""
     layer = make_rotary(variant, biases=True)
     if layer is None:
         layer = make(variant, positions='alibi', biases=True)
@@ -262,15 +255,15 @@ def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(variant)
 
 
 def assert_cached_decoding_is_exact(layer: Attention) -> None:
-    """Every step t of decoding gives row t of the output for the whole sequence, to 1e-5.
+    """Step t of decoding equals row t of the output for the whole sequence, to 1e-5.
 
-    Decoding reads one token at a step. What earlier tokens give is read from a cache.
+    Each step gets one token, and reads earlier tokens from a cache.
     """
     x_BTD = stream()
     want_BTD = np.asarray(layer(x_BTD, causal()))
 
-    # The caches of all steps t by name, each with T + 1 slots for tokens. Slots that are not
-    # written yet hold 1000, which must not be read.
+    # Each step t has a cache with T + 1 slots for tokens. Slots that are not written yet hold 1000,
+    # and must not be read.
     num_slots = T + 1
     is_written_TS = np.tri(T, num_slots, dtype=bool)  # at step t, slots 0 to t
     tokens = jax.vmap(layer.cached, (1, 0), 1)(x_BTD[:, :, None], jnp.arange(T))
@@ -287,7 +280,7 @@ def assert_cached_decoding_is_exact(layer: Attention) -> None:
         mask = Mask(causal=True, first_query=t)
         return layer.attend_to(x_BD[:, None], cache, mask)[:, 0]
 
-    # All steps at once, since each has its own cache.
+    # All steps run at once, since each step has its own cache.
     got_TBD = jax.vmap(decode, (0, 1, 0))(jnp.arange(T), x_BTD, caches)
     got_BTD = np.moveaxis(got_TBD, 0, 1)
     assert np.abs(got_BTD - want_BTD).max() < 1e-5 * np.abs(want_BTD).max()
@@ -319,7 +312,7 @@ def test_rotary_positions_equal_the_complex_form(score):
 
 @pytest.mark.parametrize(('d_model', 'num_heads'), slow_except([(64, 8)], SIZES))
 def test_initial_logits_have_the_declared_standard_deviation(some_score, d_model, num_heads):
-    """For unit-normal x and y. Every Score of this package declares 1."""
+    """The inputs x and y are unit-normal. Every Score of this package declares 1."""
     sizes = {'num_heads': num_heads, 'num_kv_heads': num_heads, 'head_size': d_model // num_heads}
     layers.assert_initial_logits_are_as_declared(some_score, d_model=d_model, **sizes)
     if not is_from_outside((some_score, 'vo')):

@@ -65,8 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) -> tuple[list, Any]:
     """Random [q, k, v, table of biases], and weights of the output, for two rows of queries.
 
-    `sizes` are K key heads, V value heads, H channels of a key, G of a value, and S keys. There are
-    N = 4 query heads. The table has a bias for each head and distance of query and key.
+    `sizes` are K key heads, V value heads, H channels of a key, G channels of a value, and S keys.
+    There are N = 4 query heads. The table has a bias for each head and distance of query and key.
     """
     K, V, H, G, S = sizes
     shapes = [
@@ -84,7 +84,7 @@ def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) ->
 def call(arrays: Sequence[Any], **options: Any) -> Call:
     """The call of a kernel with q, k, v and, for bias='learned', a table of biases.
 
-    By default it has softmax, the scale 1 / sqrt(H), and no bias, cap or dropout.
+    By default, the scale is 1 / sqrt(H), with softmax and without bias, cap or dropout.
     """
     q_BTNH, k_BSKH, v_BSKH = arrays[:3]
     default_scale = q_BTNH.shape[-1] ** -0.5
@@ -93,7 +93,7 @@ def call(arrays: Sequence[Any], **options: Any) -> Call:
         table_ND = arrays[3]
 
         def look_up(distance_TS):
-            """The biases of these distances, of which -T is the first in the table."""
+            """The biases of these distances. The first bias in the table is for the distance -T."""
             return table_ND[:, jnp.clip(distance_TS + T, 0, 2 * T - 1)]
 
         options['bias'] = look_up
@@ -101,7 +101,7 @@ def call(arrays: Sequence[Any], **options: Any) -> Call:
 
 
 def gradients(kernel: Any, weights: Any = 1.0, **options: Any) -> Any:
-    """The function from q, k and v to the gradients of the weighted output."""
+    """The function that gives the gradients of the weighted output by q, k and v."""
 
     def weighted_output(q_BTNH, k_BSKH, v_BSKH):
         o_BTNH = kernel(call([q_BTNH, k_BSKH, v_BSKH], **options))
@@ -117,9 +117,9 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
 
     Args:
         kernel: The function that computes a `Call`.
-        arrays: q, k, v and the table of biases, as of `inputs`.
+        arrays: q, k, v and the table of biases, from `inputs`.
         w_BTNH: The weights of the output.
-        options: Further fields of the call, `mask` among them.
+        options: Further fields of the call, including `mask`.
     """
     q_BTNH, k_BSKH = arrays[:2]
     num_queries = q_BTNH.shape[1]
@@ -139,7 +139,10 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
 
 
 def place_on_mesh(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
-    """Arrays on a mesh: axes before the sequence over `rows`, several heads over 'tensor'."""
+    """The arrays on a mesh. Its axis 'tensor' splits the heads, unless there is only one head.
+
+    `rows` are the mesh axes that split the array axes before the sequence.
+    """
     placed = []
     for array in arrays:
         num_heads = array.shape[-2]
@@ -150,7 +153,7 @@ def place_on_mesh(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
 
 
 def assert_equal(got: list, want: list, tolerance: float) -> None:
-    """Compares outputs and gradients; an array of zeros must be equal exactly."""
+    """Compares outputs and gradients. An array of zeros must be matched exactly."""
     for name, got_array, want_array in zip(('o', 'dq', 'dk', 'dv', 'db'), got, want, strict=False):
         assert got_array.dtype == want_array.dtype
         if np.any(want_array):
@@ -175,9 +178,9 @@ def test_blockwise_attention_equals_the_einsums(case, dtype, tolerance):
 
 
 def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
-    """Attention in blocks has the gradients of plain einsums where the scale is traced.
+    """Attention in blocks has the gradients of plain einsums for two trials stacked by vmap.
 
-    Trials that train at once are stacked by vmap. Each has its own scale of logits.
+    Each trial has its own scale of logits, so vmap traces the scale.
     """
     _, sizes = CASES['causal']  # 20 tokens, 4 heads of 8 channels
     (q_BTNH, k_BSKH, v_BSKH, _), w_BTNH = inputs(sizes)
@@ -186,7 +189,7 @@ def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
     scales = jnp.array([0.3, 0.7])  # of the two trials
 
     def stacked_gradients(kernel):
-        """The gradients of both trials by scale, q, k and v."""
+        """The gradients of both trials, by the scale, q, k and v."""
 
         def weighted(scale, q_BTNH, k_BSKH, v_BSKH, w_BTNH):
             o_BTNH = kernel(call([q_BTNH, k_BSKH, v_BSKH], mask=Mask(causal=True), scale=scale))
@@ -199,9 +202,9 @@ def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
 
 
 def test_dropped_probabilities_are_the_same_in_the_backward_pass():
-    """The forward and backward pass draw the same dropout, of the given rate.
+    """The forward and backward pass drop the same probabilities, at the given rate.
 
-    Both draw it from the key of the call, since attention in blocks stores no probabilities.
+    Attention in blocks stores no probabilities, so both passes draw dropout from one key.
     """
     _, sizes = CASES['causal']  # 20 tokens, 4 heads of 8 channels
     arrays, w_BTNH = inputs(sizes)
@@ -214,18 +217,18 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     def weighted_output(q_BTNH, v_BSKH):
         return (run(q_BTNH, v_BSKH) * w_BTNH).sum()
 
-    # For values of 1, the output is the sum of the probabilities. Dropout at 0.4 keeps a share of
-    # 0.6 and divides by 0.6, so sums vary around 1.
+    # With values of 1, each output is a sum of probabilities. Dropout at 0.4 divides the kept
+    # probabilities by 0.6, so the sums vary around 1.
     ones_BTNH, pull_back = jax.vjp(lambda v_BSKH: run(q_BTNH, v_BSKH), jnp.ones_like(v_BSKH))
     assert abs(float(ones_BTNH.mean()) - 1) < 0.05
     assert float(ones_BTNH.std()) > 0.1
 
-    # The output P v is linear in v, so its gradient dv by v gives sum(dv v) = sum(P v w).
+    # The output P v is linear in v: with weights w, sum(dv v) = sum(P v w).
     dv_BSKH = pull_back(w_BTNH)[0]
     by_gradient = (dv_BSKH * v_BSKH).sum()
     assert abs(float(by_gradient - weighted_output(q_BTNH, v_BSKH))) < 1e-3
 
-    # A small step on both sides of q changes the output by twice gradient times step.
+    # For a small step, output(q + step) - output(q - step) = 2 sum(dq step).
     _, dq_BTNH, *_ = with_gradients(in_blocks, arrays, w_BTNH, **options)
     step_BTNH = 1e-2 * q_BTNH
     above = weighted_output(q_BTNH + step_BTNH, v_BSKH)
@@ -236,11 +239,11 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
 def test_memory_of_blockwise_attention_is_linear_in_the_context():
     """A context of twice the length takes twice the memory in blocks.
 
-    Einsums hold the logits of all pairs of tokens, so their memory grows by four.
+    Einsums hold the logits of all pairs of tokens, which takes four times the memory.
     """
 
     def temporary_bytes(kernel, length):
-        """The memory that the compiled gradient needs beside its inputs and outputs."""
+        """The memory of the compiled gradient, without its inputs and outputs."""
         array = jax.ShapeDtypeStruct((1, length, N, 8), jnp.float32)
         program = jax.jit(gradients(kernel, mask=Mask(causal=True), bias=ALIBI))
         compiled = program.lower(array, array, array).compile()
@@ -253,9 +256,9 @@ def test_memory_of_blockwise_attention_is_linear_in_the_context():
 
 
 def test_blocks_beyond_the_mask_are_not_computed():
-    """Attention in blocks leaves out the blocks in which no query may attend to a key.
+    """Attention in blocks skips every block in which no query may attend to a key.
 
-    `in_blocks` cuts 64 tokens into 8 x 8 blocks of 8 queries and 8 keys.
+    `in_blocks` cuts 64 queries and 64 keys into 8 x 8 blocks.
     """
 
     def num_blocks(mask):
@@ -271,7 +274,7 @@ def test_blocks_beyond_the_mask_are_not_computed():
     # Causal: row i of 8 has i blocks up to the diagonal, and 1 + 2 + ... + 8 = 36.
     assert num_blocks(Mask(causal=True)) == 36
 
-    # A window of 9 reaches 8 tokens back, into the block beside that on the diagonal.
+    # A window of 9 reaches 8 tokens back, so only into the block next to the diagonal.
     on_diagonal = 8
     on_one_side = 7
     assert num_blocks(Mask(causal=True, window=9)) == on_diagonal + on_one_side
@@ -279,8 +282,8 @@ def test_blocks_beyond_the_mask_are_not_computed():
 
 
 def test_blocks_of_sharded_arrays_need_no_communication():
-    """Rows and heads are independent in attention, so devices that share them need no exchange."""
-    # Four devices: two shares of the rows, and two of the heads.
+    """Devices that split the rows and heads compute attention without exchanging arrays."""
+    # Four devices: each has half of the rows and half of the heads.
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2))
     arrays, _ = inputs((N, N, 8, 8, T))
     q_k_v = arrays[:3]
@@ -292,7 +295,7 @@ def test_blocks_of_sharded_arrays_need_no_communication():
     for communication in ('all-gather', 'all-to-all', 'collective-permute'):
         assert communication not in text
 
-    # The gradients are those of the einsums on one device.
+    # The gradients equal the gradients of einsums on one device.
     got = program(*placed_q_k_v)
     want = gradients(einsum, **options)(*q_k_v)
     assert_equal([*got], [*want], 1e-5)
@@ -311,14 +314,16 @@ def test_dot_product_equals_the_einsums(mask, num_kv_heads):
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_heads):
     """Two trials, stacked by vmap, share one call of the library cuDNN, forward and backward.
 
-    The fixture `cudnn` lets JAX lower the program for a GPU that is not there. Beside these calls,
-    no matrix product and no loop computes attention.
+    The fixture `cudnn` lets JAX lower the program for a GPU without having one. The program has no
+    matrix product and no loop.
     """
+    # Key heads, value heads, channels of a key, channels of a value, number of keys.
     arrays, _ = inputs((num_kv_heads, num_kv_heads, 64, 64, LONG), jnp.bfloat16, LONG)
+    # A GPU without a mesh, of compute capability 9.0.
     hopper = Target('gpu', None, 9.0)
 
     def squares(attention):
-        # Gradients of squares differ between trials.
+        # The gradient of a square depends on the output, so each trial has its own.
         return library.dot_product(attention, hopper) ** 2
 
     program = jax.jit(jax.vmap(gradients(squares, mask=mask)))
@@ -370,23 +375,22 @@ def test_splash_attention_lowers_for_a_tpu(case):
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['merged', 'packed'])
 def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
-    """Splash attention is the kernel of TPUs, which is interpreted here on CPUs.
+    """Devices that split trials, rows and heads compute splash attention without a gather.
 
-    Two trials are stacked on a mesh of 2 x 2 x 2 devices, which share trials, rows and heads. Each
-    device computes its part without the arrays of the others.
-
-    In the case 'merged', all query heads share one key head. In 'packed', a row has several texts.
+    Splash attention is a kernel for TPUs, which is interpreted here on CPUs. In the case 'merged',
+    all query heads share one key head. In 'packed', a row has several texts.
     """
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     # The output of a query without any visible key has no meaning.
     sees_any_BT = options['mask'].dense(LONG, LONG).any(-1)
     w_BTNH = w_BTNH * sees_any_BT[..., None, None]
+    # Eight devices: two parts of the trials, of the rows and of the heads.
     mesh = sharding.make_mesh(MeshConfig(trial=2, data=2, tensor=2))
     splash = functools.partial(library.splash, target=Target('cpu', mesh))
 
     def stacked_gradients(kernel):
-        """The compiled function to the gradients of both trials by q, k and v."""
+        """The jitted function that gives the gradients of both trials by q, k and v."""
         one_trial = gradients(kernel, w_BTNH, **options)
         return jax.jit(jax.vmap(one_trial, spmd_axis_name='trial'))
 
