@@ -62,8 +62,8 @@ def quick_variants(fixture: str) -> set[tuple[str, str]]:
 def pytest_generate_tests(metafunc):
     """Parametrizes the contract tests by the variants of --variant, or by all if none is given.
 
-    A variant is a pair of a Score and a Value. The fixtures `variant` and `some` are variants,
-    `score` and `some_score` are Scores.
+    A variant is a pair of a Score and a Value. The fixtures `variant` and `some` are variants. The
+    fixtures `score` and `some_score` are Scores.
     """
     if not metafunc.module.__name__.endswith('test_contract'):
         return
@@ -73,7 +73,7 @@ def pytest_generate_tests(metafunc):
     for fixture in ('variant', 'some'):
         if fixture in metafunc.fixturenames:
             quick = named or quick_variants(fixture)
-            # A case is a tuple of arguments; here it has one argument, the pair.
+            # Each case is a tuple of arguments. The only argument is the variant.
             quick_cases = [(variant,) for variant in quick]
             cases = slow_except(quick_cases, [(variant,) for variant in variants])
             metafunc.parametrize(fixture, cases, ids=map('/'.join, variants))
@@ -91,7 +91,7 @@ def pytest_generate_tests(metafunc):
 
 
 def _checked(text: str) -> tuple[str, str]:
-    """Parses 'score/value' from --variant; a variant that cannot be built is a usage error."""
+    """Parses 'score/value' from --variant. A variant that cannot be built is a usage error."""
     try:
         score, value = parse_variant(text)
         registry.check(variant_catalogue.reference_spec(score, value))

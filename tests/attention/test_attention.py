@@ -78,18 +78,18 @@ def test_cross_attention_sees_every_key_by_default(layer, window):
 
 
 def test_a_layer_takes_a_key_or_rngs_that_it_draws_from_as_in_nnx(layer):
-    """A layer takes the next key from the nnx.Rngs of flax, or it is given a key."""
+    """A layer draws its parameters with a given key, or with the next key of an nnx.Rngs."""
     rngs = nnx.Rngs(0)
     first = Attention(SPEC, rngs=rngs)
     second = Attention(SPEC, rngs=rngs)
     by_key = Attention(SPEC, key=nnx.Rngs(0).params())
 
-    # `layer` comes from the first key of Rngs(0), as do `first` and `by_key`.
+    # `layer`, `first` and `by_key` use the first key of Rngs(0).
     w_q_DNH = layer.score.w_q_DNH[...]
     np.testing.assert_array_equal(first.score.w_q_DNH[...], w_q_DNH)
     np.testing.assert_array_equal(by_key.score.w_q_DNH[...], w_q_DNH)
 
-    # `second` comes from the second key.
+    # `second` uses the second key.
     assert not (second.score.w_q_DNH[...] == w_q_DNH).any()
 
 
@@ -114,10 +114,7 @@ def sum_of_squares(layer, x_BTD, dropout=0.0):
     ],
 )
 def test_logits_that_all_heads_have_in_common_are_computed_once(dropout, most_heads):
-    """All 4 heads of neither_full have the logits x x^T, so one array is enough.
-
-    The 2 heads of values share these logits as well.
-    """
+    """All 4 heads of the Score neither_full have the logits x x^T, so one array is enough."""
     layer = make(('neither_full', 'vo'), num_heads=4, num_kv_heads=2)
     program = functools.partial(sum_of_squares, dropout=dropout)
 
@@ -135,10 +132,10 @@ def test_logits_that_all_heads_have_in_common_are_computed_once(dropout, most_he
 
 @pytest.mark.slow
 def test_logits_in_common_have_the_gradients_of_a_query_for_each_head(monkeypatch):
-    """A shortcut for equal heads has the gradients of the general method.
+    """The shortcut of the Score neither_full has the gradients of the general method.
 
-    All heads of the Score neither_full have the logits x x^T. So its shortcut computes them once,
-    with a single head of queries.
+    All heads have the logits x x^T. The shortcut computes these logits once, with a single head of
+    queries.
     """
     compute_gradients = jax.grad(sum_of_squares, (0, 1))
     with jax.enable_x64(True):
@@ -162,12 +159,12 @@ SHARED += [((score, 'merged_vo'), {}) for score in ('merged', COLLABORATIVE, 'ne
 
 @pytest.mark.parametrize(('variant', 'options'), slow_except(SHARED[1:2], SHARED), ids=str)
 def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, options):
-    """A key or value head that query heads share is never copied for each of them.
+    """A key or value head that query heads share is never copied to each query head.
 
-    A copy would have an axis of S keys and one of N query heads. In the compiled gradient, only
-    logits have both. They also have an axis of T queries.
+    A copy would have axes of S keys and N query heads, but no axis of T queries. Logits have all
+    three axes.
     """
-    # S, N, T = 7 and the other sizes differ, so that a size tells the axis.
+    # S, N and T = 7 differ from all other sizes, so each size identifies its axis.
     S = 13
     N = 4
     layer = make(variant, head_size=5, **options)
@@ -178,11 +175,11 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
         return jnp.square(layer(x_BTD, y_BSD=y_BSD)).sum()
 
     compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(layer, x_BTD, y_BSD).compile()
-    # Shapes stand in the program as f32[2,4,7,13].
+    # The text of the program has shapes such as f32[2,4,7,13].
     texts = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
     shapes = [{int(size) for size in text.split(',')} for text in texts]
 
-    # The search finds logits, so it would find copies.
+    # The search finds the logits, so it works.
     assert any(S in shape and T in shape for shape in shapes)
     for shape in shapes:
         is_copied = S in shape and N in shape and T not in shape
@@ -220,8 +217,7 @@ MASKS = {
 def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
     """Whether query t may attend to key s in row b of a mask.
 
-    Each field of the mask is a limit, which may forbid it. Query t stands at position
-    `first_query` + t of the keys.
+    Every field of the mask must allow the pair. Query t has the position first_query + t.
     """
     position = t + int(mask.first_query or 0)
     if mask.causal and s > position:
@@ -240,16 +236,13 @@ def allowed(mask: Mask, b: int, t: int, s: int) -> bool:
 
 @pytest.mark.parametrize('name', MASKS)
 def test_every_field_allows_what_it_says(name):
-    """A mask tells which query t may attend to which key s, in each row b.
-
-    `dense` gives all pairs of 5 queries and 7 keys, `block` those of a part.
-    """
+    """A mask says whether query t may attend to key s in row b, like the function `allowed`."""
     mask = MASKS[name]
     want_BTS = np.zeros((2, Q, S), bool)
     for b, t, s in np.ndindex(2, Q, S):
         want_BTS[b, t, s] = allowed(mask, b, t, s)
 
-    # A mask that is the same in all rows may have a single row.
+    # A dense mask that is equal in all rows may have a single row.
     got_BTS = np.asarray(mask.dense(Q, S))
     np.testing.assert_array_equal(np.broadcast_to(got_BTS, want_BTS.shape), want_BTS)
 
@@ -286,7 +279,7 @@ def test_a_mask_that_does_not_fit_is_refused(layer, fields, message):
 
 
 def test_a_query_attends_to_itself_where_it_may_to_no_other():
-    """A mask that hides each token from itself leaves it visible where nothing else is."""
+    """With `hides_self`, a query does not see itself unless it would see nothing else."""
     mask = Mask(causal=True, window=2, valid_BS=VALID[:, :Q])
     visible_BTS = np.asarray(mask.dense(Q, Q))
     hiding = dataclasses.replace(mask, hides_self=True)

@@ -206,7 +206,7 @@ def test_bfloat16_is_near_float32(some):
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
     """Two trials stacked on a mesh of 8 devices have the same outputs as each trial on its own.
 
-    `sharding.spec` derives from the name of a parameter how devices split it.
+    `sharding.spec` derives from a parameter's name and shape how devices split the array.
     """
     single_layers = [make(some, seed=seed) for seed in (0, 7)]
     x_BTD = stream()

@@ -124,10 +124,10 @@ CASES = [
 
 
 def test_matrices_are_those_of_the_definition():
-    """Each variant has the matrices A[n] of logits and B[n] of outputs that its paper defines.
+    """Each variant has the matrices A[n] and B[n] of head n that its paper defines.
 
-    A[n] = W_Q[n] W_K[n]^T and B[n] = W_V[n] W_O[n] for each head n. A variant is a Score with A[n]
-    and a Value with B[n]. The tables SCORES and VALUES give the four matrices from parameters.
+    A Score gives logits by A[n] = W_Q[n] W_K[n]^T. A Value gives outputs by B[n] = W_V[n] W_O[n].
+    SCORES and VALUES compute these four matrices from the parameters of a variant.
     """
     for score, value, num_kv_heads in CASES:
         layer = make((score, value), residual_gain=GAIN, num_kv_heads=num_kv_heads)

@@ -22,10 +22,10 @@ MESH = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
 
 
 def call(T=256, *, H=64, G=None, N=4, K=4, V=None, dtype=BF16, **options):
-    """A call of attention by shapes: N query, K key and V value heads, of sizes H and G.
+    """A call of attention to T keys by T queries, with shapes instead of arrays.
 
-    T is the number of queries and of keys. By default G is H, and V is K. The default mask is
-    causal, and the default normalizer is softmax.
+    There are N query, K key and V value heads. Queries and keys have H channels, values have G. By
+    default, G = H, V = K, the mask is causal and the normalizer is softmax.
     """
     if G is None:
         G = H
@@ -102,19 +102,16 @@ def test_attention_to_cached_keys_is_never_of_a_library():
 
 
 def test_the_choice_is_logged_once(caplog):
-    """Attention logs which kernel it has chosen, once for each message.
-
-    It logs only while a program is traced for a mesh of devices.
-    """
+    """Attention logs its choice of kernel once, while a program is traced for a mesh."""
     choice.say_once.cache_clear()
     x_BTNH = jnp.ones((1, 3, 2, 4))
     with caplog.at_level(logging.INFO):
-        # A call outside of such a program, here of another kernel, is not logged.
+        # This call is not traced for a mesh, so it is not logged.
         attend(x_BTNH, x_BTNH, x_BTNH, Mask(), scale=1.0, kernel='blockwise')
         for _ in range(2):
             with choice.tracing_for_mesh(MESH):
                 attend(x_BTNH, x_BTNH, x_BTNH, Mask(causal=True), scale=1.0)
 
-    # 3 tokens are below the 256 from which attention on a CPU is in blocks.
+    # On a CPU, einsum is chosen for contexts below 256, and here are only 3 tokens.
     messages = [record.message for record in caplog.records if 'attention' in record.message]
     assert messages == ['attention of 3 queries to 3 keys by einsum: contexts are below 256']

@@ -33,11 +33,13 @@ def test_decoding_from_a_cache_equals_attention_over_the_whole_sequence(name):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_probabilities_are_those_of_the_slow_form(name):
-    """A normalizer, such as softmax, turns the logits of a query into probabilities.
+    """A normalizer gives the same probabilities as its plain numpy form.
 
-    They are those of its plain form in numpy, which sees the visible keys alone.
+    A normalizer, such as softmax, turns the logits of a query into probabilities. The plain form
+    gets only the visible keys.
     """
-    # Rows of four keys: ties, a hidden key, logits of very different sizes, one visible key.
+    # Rows are queries, columns are keys. Row 1 has ties, and row 2 has a hidden key. Row 3 has
+    # logits of very different sizes, and row 4 has one visible key.
     s_TS = np.array([[0, 0, 0, 0], [3, -2, 0.5, 3], [1e3, -1e3, 0, 999.7], [-1e4, -9e3, 7, 2]])
     mask_TS = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]], bool)
     normalizer = registry.find_normalizer(name)
@@ -49,7 +51,7 @@ def test_probabilities_are_those_of_the_slow_form(name):
         masked_s_TS = jnp.where(mask_TS, s_TS, hidden_logit)
         p_TS = np.asarray(normalizer(masked_s_TS, jnp.asarray(mask_TS)))
 
-    # Hidden keys have no probability, and visible ones that of the plain form.
+    # Hidden keys have the probability 0. Visible keys have the probability of the plain form.
     assert np.all(p_TS[~mask_TS] == 0)
     for p_S, s_S, mask_S in zip(p_TS, s_TS, mask_TS, strict=True):
         want_S = normalizer.reference(s_S[mask_S])
@@ -73,8 +75,7 @@ def test_gradients_are_those_of_finite_differences(name):
 def test_one_key_far_above_many_has_all_probability(name, S):
     """Entmax and sparsemax give exactly 0 to keys whose logits are far below the largest.
 
-    Where one key has all probability, small changes of logits change nothing. So the gradient is
-    zero.
+    If one key has all probability, small changes of logits change nothing. So the gradient is 0.
     """
     normalizer = registry.find_normalizer(name)
     mask_S = jnp.ones(S, bool)
@@ -104,7 +105,7 @@ def test_a_query_without_visible_keys_is_finite(name):
     for gradient in gradients:
         assert np.isfinite(gradient).all()
 
-    # Probabilities that must sum to 1 are equal, so the output is the mean of the values. Others
-    # are 0, and so is the output.
+    # If probabilities must sum to 1, all are equal, so the output is the mean of the values.
+    # Otherwise all probabilities are 0, and the output is 0.
     want_BNH = x_BTNH.mean(1) if name in SIMPLEX else jnp.zeros((2, 4, 8))
     np.testing.assert_allclose(o_BTNH[:, blind_query], want_BNH, atol=1e-6)

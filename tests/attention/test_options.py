@@ -56,7 +56,7 @@ VARIANTS_WITH_OUTPUTS += [
     ('qk', 'examples.hadamard:Hadamard'),
 ]
 VARIANTS_WITH_OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
-# A Score, positions, and the number of key and value heads that all queries use: 1 if absorbed.
+# A Score, positions, and the number of key heads for all queries: 1 if absorbed, else 4.
 LATENT_FORMS = [
     ('latent(size=24, query_size=10, rope_size=4)', 'rope', 4),
     ('latent(size=6)', 'none', 1),
@@ -72,12 +72,12 @@ def test_an_option_keeps_the_contract(variant):
 
 @pytest.mark.parametrize('variant', mostly_slow([(pair,) for pair in ROTARY], every=4))
 def test_rotated_keys_keep_the_contract(variant):
-    """With rotary positions ('rope'), a variant equals the slow reference, in decoding as well."""
+    """With rotary positions ('rope'), a variant equals the slow reference, also in decoding."""
     layer = make(variant, positions='rope', biases=True)
     layers.assert_equals_oracle(layer, stream(), causal())
     contract.assert_cached_decoding_is_exact(layer)
 
-    # The last token sees the same tokens in both orders, but at other distances.
+    # Reversing the other tokens changes only their distances from the last token.
     x_BTD = stream()
     others_reversed_BTD = jnp.concatenate([x_BTD[:, -2::-1], x_BTD[:, -1:]], axis=1)
     last_BD = layer(x_BTD, causal())[:, -1]
@@ -92,17 +92,17 @@ def test_initial_logits_have_unit_standard_deviation(score, d_model, num_heads):
 
 
 def test_another_standard_deviation_has_to_be_declared(monkeypatch):
-    """A Score declares the standard deviation of its initial logits, which the contract checks.
+    """A Score that declares a wrong standard deviation of its initial logits is refused.
 
-    The Score `Cosine` of docs/extend.md has and declares 10 / sqrt(8) = 3.5. A copy that declares 1
-    is refused.
+    The Score `Cosine` of docs/extend.md declares 10 / sqrt(8) = 3.5, which is right. A copy
+    declares 1.
     """
-    # Importing `examples` makes the classes of the page importable.
+    # The import of `examples` has made a module of this code on the page.
     assert 'cosine' in examples.SOURCES
     cosine = sys.modules['cosine']
 
     class Undeclared(cosine.Cosine):
-        """`Cosine` with the declaration that other Scores have by default."""
+        """`Cosine` with the default declaration, 1."""
 
         def __init__(self, spec, *, key):
             super().__init__(spec, key=key)
@@ -220,14 +220,13 @@ def test_a_head_of_all_channels_has_fixed_rows_only():
 def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
     score, positions, num_heads, monkeypatch
 ):
-    """Latent attention caches a small latent, from which the keys and values of all heads follow.
+    """Latent attention caches one latent per token, and attends to it in two equivalent forms.
 
-    Either they are written out for each head. Or W_K and W_V are absorbed into queries and outputs,
-    and the latent is a single key and value head. The form with fewer products is taken.
+    - Written out: keys and values are computed from the latent, for each of 4 heads.
+    - Absorbed: W_K and W_V act on queries and outputs, and the latent is the only head.
 
-    For one query of seven keys, absorbing always takes fewer. For all queries it does so with
-    latents of 6 channels, fewer than the 8 of a head, but not with 24. `num_heads` is the number of
-    key heads that all queries use.
+    T queries and S keys take the absorbed form if T R H + T S R < S R H + T S H. Latents have R = 6
+    or 24 channels, and heads have H = 8. `num_heads` is the number of key heads for T = S = 7.
     """
     with jax.enable_x64(True):
         layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
@@ -238,7 +237,7 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
             written_out_BTD = layer(x_BTD)
 
         def assert_same_attention(queries_BTD, mask, num_heads):
-            """Compares the last outputs, and the number of key and value heads that are used."""
+            """Compares the outputs of these queries, and the number of key and value heads."""
             num_queries = queries_BTD.shape[1]
             _, k_BSKH = layer.score.queries_and_keys(queries_BTD, cache)
             v_BSKH, _ = layer.value.values_and_output(cache, layer.score, num_queries)
@@ -247,12 +246,12 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
             got_BTD = layer.attend_to(queries_BTD, cache, mask)
             assert error(got_BTD, written_out_BTD[:, -num_queries:]) < 1e-12
 
-        # All queries at once, then the last one alone.
+        # All queries at once, then only the last query, which takes the absorbed form.
         last = Mask(causal=True, first_query=jnp.int32(T - 1))
         assert_same_attention(x_BTD, Mask(causal=True), num_heads)
         assert_same_attention(x_BTD[:, -1:], last, num_heads=1)
 
-        # The cache has the latent of a token, and its key in any rotated channels.
+        # For each token, the cache has the latent and one key of `rope_size` rotated channels.
         cached_floats = sum(array.shape[-1] for array in cache.values())
         latent_size = layer.score.w_down_DR.shape[1]
         rope_size = layer.score.rope_size or 0
@@ -272,14 +271,14 @@ def test_keys_of_latents_with_biases_are_written_out(score, positions):
 def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
     """The initial output of attention has the standard deviation `residual_gain`.
 
-    Here each head attends to one unit-normal y, independent of those of other heads.
+    Here each head attends to one unit-normal y. The y of different heads are independent.
     """
     d_model = 64
     gain = 0.25
     sizes = {'d_model': d_model, 'num_heads': 4, 'num_kv_heads': 4, 'head_size': 16}
     for variant in VARIANTS_WITH_OUTPUTS:
         layer = make(variant, moved=False, residual_gain=gain, **sizes)
-        # The output is the sum of y B[n] over heads n.
+        # The output is the sum of y[n] B[n] over heads n.
         B_NDE = layer.value.matrix(layer.score)
         # The variance of an output feature is the sum of squares of its weights.
         mean_variance = jnp.square(B_NDE).sum() / d_model
@@ -287,7 +286,7 @@ def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
 
         expected = gain
         if 'subspace' in variant:
-            # The matrix of `subspace` is W_K W_K^T times the gain. The mean of its diagonal adds
-            # H / D to the variance, with H = 16 channels of a head and D = 64 of the stream.
+            # B[n] = gain W_K[n] W_K[n]^T. The mean of its diagonal raises the variance by a factor
+            # of 1 + H / D, with H = 16 channels of a head and D = 64 channels of the stream.
             expected = gain * (1 + 16 / 64) ** 0.5
         assert std == pytest.approx(expected, rel=0.1), variant

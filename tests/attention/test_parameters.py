@@ -41,7 +41,7 @@ def test_entries_are_standard_normal():
 
 
 def test_entries_are_independent():
-    """Initial values that must not depend on each other are uncorrelated.
+    """Initial values are uncorrelated between entries, parameters and seeds.
 
     A product of two independent standard normal values has mean 0 and standard deviation 1.
     """
@@ -70,11 +70,7 @@ def parameter_name(path):
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
-    """Each of four settings multiplies the initial values of a group of matrices.
-
-    The groups are embeddings with the output matrix, W_Q and W_K, W_V and W_O, and the MLP. Biases
-    and gains are in none.
-    """
+    """Each of the four settings in GROUPS multiplies the initial values of its matrices."""
     before = initial_parameters(kind=kind)
     names = {parameter_name(path) for path in before}
     matrices = {name for name in names if name.startswith('w_')}
@@ -89,9 +85,9 @@ def test_a_factor_scales_the_matrices_of_its_group(kind):
 
 
 def test_the_initialization_of_nanogpt_is_normal_with_its_standard_deviations():
-    """As in nanoGPT, matrices have the standard deviation 0.02, gains are 1 and biases are 0.
+    """Matrices have the standard deviation 0.02, gains are 1 and biases are 0.
 
-    The last matrix of each residual branch is divided by the root of the number of branches.
+    The last matrix of each residual branch has 0.02 / sqrt(number of branches).
     """
     num_branches = 2 * SIZES['num_layers']  # attention and MLP of each layer
     for path, w in initial_parameters(init='nanogpt').items():
@@ -122,15 +118,14 @@ def test_a_gauge_fixed_product_is_initially_that_of_its_factors(num_kv_heads):
     options = {'num_kv_heads': num_kv_heads, 'moved': False}
     _, B_NDE = make(('qk', 'vo'), **options).matrix()
     fixed = make(('qk', 'examples.gauge_fixed:GaugeFixedVO(init="product")'), **options)
-    # The tolerance is that of the inverse of a random block.
+    # The inverse of a random block limits the precision.
     assert error(fixed.value.matrix(None), B_NDE) < 1e-3
 
 
 def test_merged_matrices_are_initially_products_of_the_standard_factors():
-    """`merged` has one matrix in place of W_Q W_K^T, and `merged_vo` one in place of W_V W_O.
+    """With init="product", merged matrices start as the products of the standard factors.
 
-    With init="product", they start as the products of the standard factors under the same seed. So
-    they are the same function, of rank H in each head.
+    `merged` has one matrix in place of W_Q W_K^T, and `merged_vo` has one in place of W_V W_O.
     """
     standard = make(('qk', 'vo'), moved=False)
     merged = make(('merged(init="product")', 'merged_vo(init="product")'), moved=False)
@@ -142,14 +137,14 @@ def test_merged_matrices_are_initially_products_of_the_standard_factors():
     np.testing.assert_allclose(logits_NDE, want_logits_NDE, atol=1e-6)
     assert error(merged.value.matrix(None), B_NDE) < 1e-6
 
-    # Factors of H channels have products of rank H, in each of N heads.
+    # In each of N heads, a product of factors with H channels has the rank H.
     for matrix_NDE in merged.matrix():
         ranks_N = np.linalg.matrix_rank(matrix_NDE, tol=1e-5)
         np.testing.assert_array_equal(ranks_N, [H] * N)
 
 
 def test_variants_start_from_the_same_shared_tensors():
-    """Variants of attention start from the same values in the tensors that they have in common.
+    """Variants of attention start from the same values in the tensors that the variants share.
 
     `query_free` has no W_Q, and `double(which="q")` has another W_Q.
     """
@@ -160,10 +155,10 @@ def test_variants_start_from_the_same_shared_tensors():
     w_o_NHD = standard.value.w_o_NHD[...]
     w_v_DKH = standard.value.w_v_DKH[...]
 
-    # Tensors of one name are equal across variants.
+    # Tensors of the same name are equal across variants.
     np.testing.assert_array_equal(query_free.score.w_k_DKH[...], w_k_DKH)
     np.testing.assert_array_equal(double.score.w_k_DKH[...], w_k_DKH)
     np.testing.assert_array_equal(query_free.value.w_o_NHD[...], w_o_NHD)
 
-    # Tensors of two names are different.
+    # Tensors of different names are different.
     assert jnp.abs(w_k_DKH - w_v_DKH).max() > 0.01

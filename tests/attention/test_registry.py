@@ -145,8 +145,8 @@ def test_an_odd_head_size_is_allowed_where_rotated_channels_are_even(score):
 def wrong_values(class_name: str, option: str) -> list:
     """Values that an option of a Score or Value must refuse.
 
-    Every option refuses the text 'wrong'. Ranks and sizes are whole numbers, of at least 1 or, in
-    `SymmetricSkew`, of at least 0. They are limited by a size of the layer.
+    Every option refuses the text 'wrong'. Ranks and sizes are whole numbers up to a size of the
+    layer. The least is 1, or 0 in `SymmetricSkew`.
     """
     wrong = ['wrong']
     if option.endswith(('rank', 'size')):
@@ -154,7 +154,7 @@ def wrong_values(class_name: str, option: str) -> list:
         too_large = 2**17 + 1
         wrong += [too_small, 2.5, True, too_large]
     if option in ('rows', 'columns'):
-        # A tuple of 8 whole numbers for each of 4 heads would be right.
+        # Right is a tuple of 8 whole numbers for each of 4 heads.
         right = tuple(range(8))
         with_float = (0.0, 1, 2, 3, 4, 5, 6, 7)
         wrong += [3, (1, 2, 3, 4), (with_float, right, right, right)]
@@ -167,10 +167,9 @@ def wrong_values(class_name: str, option: str) -> list:
     ids=['score', 'value'],
 )
 def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
-    """Each option of each Score or Value, registered or of examples/, refuses wrong values.
+    """Every option of a Score or Value, registered or in examples/, refuses wrong values.
 
-    A Score gives the logits of attention, and a Value its outputs. Options are written as arguments
-    of their name, as in low_rank(rank=3).
+    The text of a Score or Value has its options in parentheses: low_rank(rank=3).
     """
     classes = dict(registered)
     for score, value in examples.FOLDER_VARIANTS:
@@ -184,12 +183,12 @@ def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
         for option in options_of(cls):
             num_options += 1
             for wrong in wrong_values(name, option):
-                # The refusal begins with the text of the option.
+                # The refusal begins with this text.
                 text = f'{name}({option}={wrong!r})'
                 with refused(f'^{re.escape(text)} must ', SpecError):
                     registry.check(AttentionSpec(**{**SIZES, kind: text}))
 
-    # The search has found options.
+    # The loop has found options.
     assert num_options >= 5
 
 
@@ -226,7 +225,7 @@ def names_in_code(table: str) -> set[str]:
 def test_the_page_on_extending_names_every_member_of_the_interface():
     page = (examples.PAGE.parent / 'extend.md').read_text()
     section = page.split('## The interface')[1].split('## ')[0]
-    # Members of both classes, of Score and of Value, one table each.
+    # Three tables: members of both classes, of Score, and of Value.
     _, both, scores, values = section.split('| member |')
     for cls, tables in ((Circuit, both), (Score, both + scores), (Value, both + values)):
         missing = public_members(cls) - names_in_code(tables)
@@ -245,9 +244,9 @@ def test_the_page_on_extending_lists_every_variant_of_the_folder():
 def test_every_class_of_the_folder_is_held_to_the_contract():
     """Every Score and Value in a file of examples/ is in FOLDER_VARIANTS.
 
-    The contract tests run on these variants.
+    The contract tests run on FOLDER_VARIANTS.
     """
-    # The classes that the files define themselves, by import path.
+    # Import paths of the Scores and Values that the files define, not of imported ones.
     defined = set()
     for path in (ROOT / 'examples').glob('*.py'):
         module = importlib.import_module(f'examples.{path.stem}')
@@ -256,7 +255,8 @@ def test_every_class_of_the_folder_is_held_to_the_contract():
             if is_circuit and member.__module__ == module.__name__:
                 defined.add(f'examples.{path.stem}:{name}')
 
-    # Beside a class of the folder, a variant has one that is registered, without a colon.
+    # A variant is a pair (score, value) of names. A name with a colon is an import path of a class
+    # in examples/. A name without a colon is a registered class, which is not counted here.
     held = set()
     for score, value in examples.FOLDER_VARIANTS:
         held |= {score, value}
