@@ -45,15 +45,15 @@ def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> 
 
 
 def wide(tree: Any) -> Any:
-    """The same arrays in float64; only under jax.enable_x64."""
+    """The same arrays in float64. This needs jax.enable_x64."""
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
 
 
 def letters(circuit: nnx.Module, spec: AttentionSpec) -> dict[str, int]:
     """The size of each axis letter of a circuit, which is a Score or a Value.
 
-    The name of a parameter ends with a letter for each axis: w_q_DNH has the axes D, N and H. A
-    letter must have the same size in the spec and in all parameters.
+    The name of a parameter ends with the letters of its axes: w_q_DNH has D, N and H. A letter must
+    have the same size in the spec and in all parameters.
     """
     sizes = spec.letters
     parameters = nnx.to_pure_dict(nnx.state(circuit))
@@ -117,8 +117,8 @@ def rotary_logits(
     """Logits s_BNTS of N query heads and K key heads with rotary positions (Su et al. 2021).
 
     The last `rope_size` channels of a head are rotated, or all channels if `rope_size` is None. Of
-    the rotated channels, c and c + half form a complex number. Such a pair adds
-    Re(q conj(k) exp(i (t - s) w_c)) with the frequency w_c = 10000^(-c / half).
+    the rotated channels, c and c + half form a complex number. Each pair adds
+    Re(q conj(k) exp(i (t - s) w_c)), where w_c = 10000^(-c / half).
     """
     q_BTNH = np.asarray(q_BTNH, np.float64)
     k_BSKH = np.asarray(k_BSKH, np.float64)
@@ -149,8 +149,8 @@ def rotary_logits(
 def expected_logits(layer: Attention, x_BTD: Any, y_BSD: Any, *, cross: bool) -> np.ndarray:
     """Logits s_BNTS of queries from x and keys from y, by the definition of the layer.
 
-    The layer applies its scale, cap and position biases. In cross-attention, the Score adds no
-    biases of its own.
+    The layer applies its scale, cap and position biases. In cross-attention, the Score itself
+    adds no biases.
     """
     score = layer.score
     spec = layer.spec
@@ -207,7 +207,7 @@ def expected(layer: Attention, x_BTD: Any, mask_BTS: Any, y_BSD: Any = None) -> 
 
     value = layer.value
     if not value.linear:
-        # The Value has a plain form of its own.
+        # A Value that is not linear has its own slow form.
         x_BTD = np.asarray(x_BTD, np.float64)
         y_BSD = np.asarray(y_BSD, np.float64)
         return value.reference_output(p_BNTS, x_BTD, y_BSD, layer.score)

@@ -1,6 +1,6 @@
 """The contract that every variant keeps, registered or named by import path.
 
-Tests with the fixture `score` or `some_score` hold for the Score alone, beside the Value `vo`.
+Tests with the fixture `score` or `some_score` test only the Score, in a layer with the Value `vo`.
 """
 
 import functools
@@ -87,7 +87,7 @@ def initial(variant: tuple[str, str], **options) -> dict[str, np.ndarray]:
 
 
 def is_random(parameter: np.ndarray) -> bool:
-    """Whether initial values differ in size; ones, zeros and signs do not."""
+    """Whether the absolute values differ. Ones, zeros and signs are not random."""
     return np.ptp(np.abs(parameter)) > 0
 
 
@@ -204,7 +204,7 @@ def test_bfloat16_is_near_float32(some):
 
 
 def test_stacked_trials_on_a_mesh_equal_single_ones(some):
-    """Two trials stacked on a mesh of 8 devices have the same outputs as each trial on its own.
+    """Two trials stacked on 8 devices have the same outputs as separate trials on one device.
 
     `sharding.spec` derives from a parameter's name and shape how devices split the array.
     """
@@ -230,8 +230,8 @@ def test_stacked_trials_on_a_mesh_equal_single_ones(some):
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     """A layer with rotary positions, or None if its variant refuses them.
 
-    A variant may refuse for three reasons: its Score has no rotary form, its Score is `latent`
-    without a `rope_size`, or a class is from neither the package nor examples/.
+    Three kinds of variants may refuse: Scores without a rotary form, `latent` without a
+    `rope_size`, and classes outside the package and examples/.
     """
     score, _ = variant
     score_class, _ = registry.find_score(score)

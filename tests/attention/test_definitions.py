@@ -39,7 +39,7 @@ def product(w_DR, w_RNH):
 
 
 def gauge_fixed(free_CKH):
-    """Head k has its identity in rows k H to (k + 1) H, and its free rows from there on."""
+    """Head k has an identity in rows k H to (k + 1) H, followed by its free rows."""
     heads = [np.concatenate([np.eye(H), free_CH]) for free_CH in np.moveaxis(free_CKH, 1, 0)]
     return np.stack([np.roll(w_DH, k * H, axis=0) for k, w_DH in enumerate(heads)], axis=1)
 
@@ -58,7 +58,7 @@ def vo(_, v):
     return v['w_v'], v['w_o']
 
 
-# Score -> W_Q and W_K; Value -> W_V and W_O, from the parameters s of the Score and v of the Value.
+# A Score gives W_Q and W_K from its parameters s. A Value gives W_V and W_O from s and its own v.
 SCORES = {
     'qk': qk,
     'merged': lambda s: (s['w_qk'], EYE_D1D),

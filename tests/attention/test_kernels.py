@@ -1,4 +1,4 @@
-"""Every kernel equals the einsums, forward and backward; those of TPUs interpreted and lowered."""
+"""Every kernel equals the einsums, forward and backward. Kernels of TPUs are interpreted."""
 
 import functools
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 def inputs(sizes: tuple[int, ...], dtype: Any = jnp.float32, length: int = T) -> tuple[list, Any]:
     """Random [q, k, v, table of biases], and weights of the output, for two rows of queries.
 
-    `sizes` are K key heads, V value heads, H channels of a key, G channels of a value, and S keys.
-    There are N = 4 query heads. The table has a bias for each head and distance of query and key.
+    `sizes` are (K, V, H, G, S): K key heads, V value heads, and S keys. Keys have H channels, and
+    values have G. There are N = 4 query heads. The table has a bias by head and distance.
     """
     K, V, H, G, S = sizes
     shapes = [

@@ -1,4 +1,4 @@
-"""Options of Scores and Values: held to the same contract as the registered forms."""
+"""Options of Scores and Values keep the same contract as the registered forms."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Names, options and import paths; what cannot be built is refused in one sentence."""
+"""Names, options and import paths. What cannot be built is refused in one sentence."""
 
 import importlib
 import inspect
@@ -207,7 +207,7 @@ def test_a_normalizer_that_cannot_be_built_is_refused(normalizer, message):
 
 
 def public_members(cls: type) -> set[str]:
-    """Attributes and annotated fields that a Circuit class has beyond those of nnx.Module."""
+    """Public attributes and annotated fields of a Circuit class that nnx.Module lacks."""
     members = set(dir(cls))
     for base in cls.__mro__:
         if issubclass(base, Circuit):

@@ -120,7 +120,7 @@ CONFIG = ModelConfig(
 
 @pytest.mark.slow
 def test_layers_of_a_pattern_are_initially_those_of_uniform_models():
-    """A pattern gives the layers of a model several variants of attention in turn.
+    """A pattern repeats several variants of attention over the layers of a model.
 
     Each layer has the same initial values as in a model with only its variant.
     """

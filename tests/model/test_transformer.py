@@ -150,7 +150,7 @@ QUICK_KERNELS = [('einsum', 'learned'), ('blockwise', 'rope')]
 
 @pytest.mark.parametrize(('kernel', 'positions'), slow_except(QUICK_KERNELS, KERNELS_AND_POSITIONS))
 def test_documents_of_a_row_are_as_if_each_stood_alone(kernel, positions):
-    """A document in a packed row has the same logits as in a row of its own.
+    """A document in a packed row has the same logits as in a separate row.
 
     Segments number the documents of a row. A document attends only to itself, and its positions
     start from 0.
@@ -241,7 +241,7 @@ def test_dropout_is_off_without_a_key():
 
 def test_dropout_acts_on_embeddings():
     model = make_model(dropout=0.5)
-    # Both branches give 0, which leaves the embeddings alone.
+    # Both branches give 0, so the stream has only the embeddings.
     model.blocks.attention.value.w_o_NHD[...] *= 0
     model.blocks.mlp.w_out_FD[...] *= 0
     first = logits_of(model, TOKENS, dropout_key=jax.random.key(0))

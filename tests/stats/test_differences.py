@@ -271,7 +271,7 @@ def test_the_error_over_documents_is_cluster_robust():
 
 def test_documents_that_differ_by_rounding_alone_have_no_error():
     tokens_C = np.arange(1, 13) * 137.0
-    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3  # equal but for rounding, per token
+    nats_SC = np.outer([0.1, 0.1], tokens_C) / 3  # equal per token, except rounding
     error, _ = inference.evaluation_error(nats_SC, tokens_C)
     assert error == 0
 
@@ -295,7 +295,7 @@ def test_the_detectable_difference_has_the_power_of_the_noncentral_t(df, alpha):
     assert power == pytest.approx(inference.POWER, abs=1e-5)
 
 
-# Equal but for their last bits; numpy's mean of three 0.1 is not 0.1.
+# Values that differ only in their last bits. The mean of three 0.1 in numpy is not 0.1.
 NEARLY_EQUAL = [
     [0.1, 0.1, 0.1],
     [0.25, 0.25 + 2**-54, 0.25 - 2**-54, 0.25],

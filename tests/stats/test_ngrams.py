@@ -69,7 +69,7 @@ def test_probabilities_of_all_tokens_sum_to_one():
     counted_RL, rows_RL = text()
     counted_contexts, counted_targets = ngrams.preceding(counted_RL, 3)
     contexts, targets = ngrams.preceding(rows_RL, 3)
-    # Each token in turn is the target of all contexts.
+    # One set for each token, in which it is the target of all contexts.
     evaluated = [(contexts, np.full(len(targets), token)) for token in range(V)]
     nats_VOM = np.stack(ngrams.losses(counted_contexts, counted_targets, evaluated, V))
     np.testing.assert_allclose(np.exp(-nats_VOM).sum(axis=0), 1)

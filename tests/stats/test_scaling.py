@@ -54,7 +54,7 @@ def test_intervals_are_those_of_a_general_solver_in_any_order_of_sizes():
 
 @pytest.mark.parametrize('shared_sd', [0.0, 0.002])
 def test_intervals_from_four_sizes_contain_the_truth(shared_sd):
-    """At most 7 % of the laws that are fitted to four sizes have intervals that miss the truth.
+    """At most 7 % of the laws fitted to four sizes have intervals that miss the truth.
 
     Most simulations give no law. `shared_sd` is noise that all seeds of a size share, such as the
     noise of tuning. If intervals used only the residuals, 17 % would miss the truth.

@@ -39,8 +39,8 @@ BAD = 0.2  # by which a bad trial is worse
 class Shape:
     """The loss of an arm by its learning rate.
 
-    At x = ln(learning rate / optimum) the loss is curvature / 2 x^2 (1 + cubic x) above its
-    minimum. Beyond the inflection it follows its tangent.
+    With x = ln(learning rate / optimum), the loss is the minimum plus
+    curvature / 2 x^2 (1 + cubic x). Beyond the inflection, the loss follows the tangent.
     """
 
     curvature: float = SHARP
@@ -49,7 +49,7 @@ class Shape:
     bad: float = 0.0  # share of trials that end BAD nats worse
 
     def shifts(self, rng, num_seeds):
-        """How far ln(optimum) of each seed is from that of the arm."""
+        """ln(optimum) of each seed minus ln(optimum) of the arm."""
         return rng.normal(0, self.spread, num_seeds)
 
     def losses(self, rng, x, level_S, shift_S):
@@ -170,14 +170,14 @@ def is_false(decided, true):
 
 
 def largest_miss(sweep):
-    """By how much the chosen value may miss the least loss; infinite if that is not known."""
+    """The bound on the excess loss at the chosen value. It is infinite if unknown."""
     if sweep.bracketed and sweep.at_worst is not None:
         return sweep.at_worst
     return math.inf
 
 
 class Counts(NamedTuple):
-    """What a simulation of studies counts; shares are 0 of nothing."""
+    """What a simulation of studies counts. A share of nothing is 0."""
 
     false: int  # studies that decide any arm falsely
     tested: int  # arms
@@ -243,7 +243,7 @@ class Coverage(NamedTuple):
     """Shares of intervals that hold the truth."""
 
     over_both: float  # intervals with the errors over seeds and over documents
-    over_seeds: float  # intervals with the error over seeds alone
+    over_seeds: float  # intervals with the error over seeds only
 
 
 def coverage_over_seeds_and_documents(num_studies):

@@ -394,7 +394,7 @@ def test_further_seeds_are_needed_where_they_could_bracket_the_optimum(screening
 
 @SCREENED
 def test_the_grid_grows_on_the_side_that_has_no_worse_value(screening):
-    """The grid grows by a factor of 2 on each side where no value is worse than the best.
+    """The grid grows by a factor of 2 on each side without a value worse than the best.
 
     `screening.further` lists the values to screen next.
     """
