@@ -179,7 +179,7 @@ def test_no_shared_key_or_value_head_is_copied_to_the_query_heads(variant, optio
     texts = set(re.findall(r'f32\[([\d,]+)\]', compiled.as_text()))
     shapes = [{int(size) for size in text.split(',')} for text in texts]
 
-    # The search finds the logits, so it works.
+    # The search finds the logits, so it would find a copy as well.
     assert any(S in shape and T in shape for shape in shapes)
     for shape in shapes:
         is_copied = S in shape and N in shape and T not in shape

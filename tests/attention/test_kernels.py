@@ -139,7 +139,7 @@ def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any)
 
 
 def place_on_mesh(arrays: list, mesh: jax.sharding.Mesh, *rows: Any) -> list:
-    """The arrays on a mesh. Its axis 'tensor' splits the heads, unless there is only one head.
+    """The arrays on a mesh, whose axis 'tensor' splits the heads if there are several.
 
     `rows` are the mesh axes that split the array axes before the sequence.
     """
@@ -314,8 +314,8 @@ def test_dot_product_equals_the_einsums(mask, num_kv_heads):
 def test_cudnn_is_one_call_for_all_trials_in_each_direction(cudnn, mask, num_kv_heads):
     """Two trials, stacked by vmap, share one call of the library cuDNN, forward and backward.
 
-    The fixture `cudnn` lets JAX lower the program for a GPU without having one. The program has no
-    matrix product and no loop.
+    The fixture `cudnn` lets JAX lower the program on a machine without a GPU. The program has no
+    other matrix product and no loop.
     """
     # Key heads, value heads, channels of a key, channels of a value, number of keys.
     arrays, _ = inputs((num_kv_heads, num_kv_heads, 64, 64, LONG), jnp.bfloat16, LONG)
@@ -375,7 +375,7 @@ def test_splash_attention_lowers_for_a_tpu(case):
 @pytest.mark.slow
 @pytest.mark.parametrize('case', ['merged', 'packed'])
 def test_splash_attention_of_a_sharded_stack_needs_no_all_gather(case):
-    """Devices that split trials, rows and heads compute splash attention without a gather.
+    """Devices that split trials, rows and heads compute splash attention without gathering arrays.
 
     Splash attention is a kernel for TPUs, which is interpreted here on CPUs. In the case 'merged',
     all query heads share one key head. In 'packed', a row has several texts.

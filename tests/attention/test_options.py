@@ -97,7 +97,7 @@ def test_another_standard_deviation_has_to_be_declared(monkeypatch):
     The Score `Cosine` of docs/extend.md declares 10 / sqrt(8) = 3.5, which is right. A copy
     declares 1.
     """
-    # The import of `examples` has made a module of this code on the page.
+    # The import of `examples` has made the module `cosine` from the page.
     assert 'cosine' in examples.SOURCES
     cosine = sys.modules['cosine']
 

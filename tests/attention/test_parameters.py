@@ -70,7 +70,10 @@ def parameter_name(path):
 
 @pytest.mark.parametrize('kind', ['decoder', 'encoder_decoder'])
 def test_a_factor_scales_the_matrices_of_its_group(kind):
-    """Each of the four settings in GROUPS multiplies the initial values of its matrices."""
+    """Each of four settings multiplies the initial values of its matrices in GROUPS.
+
+    For example, init_qk multiplies W_Q and W_K.
+    """
     before = initial_parameters(kind=kind)
     names = {parameter_name(path) for path in before}
     matrices = {name for name in names if name.startswith('w_')}

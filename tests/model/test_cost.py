@@ -129,12 +129,12 @@ def test_flops_are_those_worked_out_by_hand(fields, flops):
     mostly_slow(variant_catalogue.documented_variants() + examples.FOLDER_VARIANTS, every=8),
 )
 def test_a_training_step_costs_three_forward_passes(score, value):
-    """The backward pass has two products for each of the forward pass."""
+    """The backward pass has two products for each product of the forward pass."""
     config = dataclasses.replace(BASE, num_layers=1, score=score, value=value)
     without_gradient = 0
-    if 'Frozen' in score:  # W_Q and W_K
+    if 'Frozen' in score:  # W_Q and W_K are fixed
         without_gradient = 2 * PROJECTION
-    if 'Hadamard' in value:  # the two factors of W_O, 8 x 8
+    if 'Hadamard' in value:  # W_O is two fixed factors of 8 x 8
         without_gradient = 2 * 2 * 64 * 8
     want = 3 * cost.flops_per_token(config) - without_gradient
     assert cost.training_flops_per_token(config) == want

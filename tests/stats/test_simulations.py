@@ -133,8 +133,8 @@ def tuned_sweep(rng, shape, optimum, level_S, limits):
     shift_S = shape.shifts(rng, len(level_S))
     measured = {}
     tuning = tune(GRIDS, limits, measured, 'coupled')
-    # `tuning` says what to run next: values of a knob (None once finished), each with all seeds.
-    # `measured` has the losses so far, by settings and seed.
+    # `tuning.knob` is the setting to screen next, or None at the end. Each of `tuning.values` is
+    # run with all of `tuning.seeds`. `measured` has the losses so far, by settings and seed.
     while tuning.knob is not None:
         indices = np.array(tuning.seeds) - SEEDS[0]
         for value in tuning.values:
@@ -152,7 +152,7 @@ def is_false(decided, true):
     """Whether a decision contradicts the true difference of an arm from the baseline.
 
     'Equivalent' claims a difference below the margin. 'Better' claims a negative difference, and
-    'worse' a positive one. Both claim to reach the margin, unless the decision leaves it open.
+    'worse' a positive one. Both claim to reach the margin, except for `margin open`.
     """
     size = abs(true)
     if decided is Decision.EQUIVALENT:

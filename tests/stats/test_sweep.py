@@ -204,7 +204,7 @@ def test_a_bound_from_two_seeds_is_too_small_where_their_optima_differ(seeds, sp
                 table[value][seed] = loss(value / shift, seed, curvature=0.4) + noise
         swept = sweep.fit(table, 'minimax')
 
-        # Other sweeps give no bound `at_worst`.
+        # Only sweeps that have a bound are counted.
         if swept.bracketed and swept.at_worst is not None:
             miss = loss(swept.chosen, curvature=0.4) - loss(OPTIMUM)
             are_held.append(miss <= swept.at_worst)
