@@ -1,7 +1,7 @@
 """Which variants the contract suite runs on: all, or those that `--variant=score/value` names.
 
-A check of the Score alone asks for the fixture `score`, or for `some_score`. The checks of a score
-are cheap, so all are quick; others are slow but for
+A check of only the Score asks for the fixture `score` or `some_score`. Checks with `score` are
+cheap, so all are quick. Other checks are slow, except for these:
 
 variant     one variant of each kind of factorization
 some        what compiles a program, or is the layer's work rather than a circuit's: every ninth

@@ -1,4 +1,4 @@
-"""Variants outside the registries: those of examples/, and the classes of docs/extend.md.
+"""Variants outside the registries: classes of examples/ and of docs/extend.md.
 
 An import path finds the classes of the page, too, once this is imported.
 """

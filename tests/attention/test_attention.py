@@ -1,4 +1,4 @@
-"""Attention by hand: defaults, keys or rngs, what is computed once; masks by their definition."""
+"""Attention by hand: defaults, keys or rngs, what is computed once, and masks by definition."""
 
 import dataclasses
 import functools

@@ -230,8 +230,8 @@ def test_stacked_trials_on_a_mesh_equal_single_ones(some):
 def make_rotary(variant: tuple[str, str], **options) -> Attention | None:
     """A layer with rotary positions, or None if its variant refuses them.
 
-    Three kinds of variants may refuse: Scores without a rotary form, `latent` without a
-    `rope_size`, and classes outside the package and examples/.
+    Three kinds may refuse: Scores without a rotary form, `latent` without a `rope_size`, and
+    classes outside the package and examples/.
     """
     score, _ = variant
     score_class, _ = registry.find_score(score)

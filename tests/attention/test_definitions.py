@@ -39,7 +39,7 @@ def product(w_DR, w_RNH):
 
 
 def gauge_fixed(free_CKH):
-    """Head k has an identity in rows k H to (k + 1) H, followed by its free rows."""
+    """In head k, rows k H to (k + 1) H are the identity, and free rows follow."""
     heads = [np.concatenate([np.eye(H), free_CH]) for free_CH in np.moveaxis(free_CKH, 1, 0)]
     return np.stack([np.roll(w_DH, k * H, axis=0) for k, w_DH in enumerate(heads)], axis=1)
 

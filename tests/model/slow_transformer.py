@@ -1,6 +1,6 @@
 """The slow reference: a transformer's forward pass in float64 numpy, one layer after another.
 
-It shares no code with the models: attention is the oracle's, from A[n] and B[n] alone.
+It shares no code with the models: attention is the oracle's, from only A[n] and B[n].
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Parts of a block: GELU, the branch each dropout acts on; layers of several variants."""
+"""Parts of a block: GELU, the branch each dropout acts on, and layers of several variants."""
 
 import dataclasses
 import functools

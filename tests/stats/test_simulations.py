@@ -1,8 +1,8 @@
 """Simulated studies: rates of false decisions, coverage of intervals, power.
 
 Every study goes through the planner's tuning and the decisions of a report. Loss is a curve in
-ln(learning rate), a parabola or skewed, with noise, in nats per token; the arms' true losses at
-their optima are known, so it is known which decisions are false. The draws are fixed.
+ln(learning rate), a parabola or skewed, with noise, in nats per token. The true losses of arms at
+their optima are known, and so are the false decisions. The draws are fixed.
 """
 
 import dataclasses
