@@ -346,6 +346,10 @@ class Screening:
     asked: list  # (values, seeds) in the order in which `tune` asked for them
 
 
+# A grid with a single value is not tuned, so only the learning rate is.
+GRIDS = {knob: (1.0,) for knob in KNOBS} | {'learning_rate': GRID}
+
+
 def never(rate, seed):
     return False
 
@@ -370,13 +374,9 @@ def screen(limits, sd, diverged=never):
         sd: The standard deviation of the noise of `simulated_loss`.
         diverged: diverged(rate, seed) is true if that trial diverges.
     """
-    # A grid with a single value is not tuned, so only the learning rate is.
-    grids = {knob: (1.0,) for knob in KNOBS}
-    grids['learning_rate'] = GRID
-
     measured = {}
     asked = []
-    tuning = tune(grids, limits, measured, decay='coupled')
+    tuning = tune(GRIDS, limits, measured, decay='coupled')
     while tuning.knob is not None:
         asked.append((tuning.values, tuning.seeds))
         for rate in tuning.values:
@@ -385,17 +385,23 @@ def screen(limits, sd, diverged=never):
                 assert seed not in loss_by_seed  # nothing is measured twice
                 is_diverged = diverged(rate, seed)
                 loss_by_seed[seed] = None if is_diverged else simulated_loss(rate, seed, sd)
-        tuning = tune(grids, limits, measured, decay='coupled')
-
-    # `tune` ignores losses at 5e-3, which it did not ask for, though they are the lowest.
-    settings_beside_grid = with_knob(tuning.settings, 'learning_rate', 5e-3)
-    measured_beside_grid = measured | {settings_beside_grid: {10: 0.0, 11: 0.0}}
-    assert tune(grids, limits, measured_beside_grid, decay='coupled') == tuning
-
+        tuning = tune(GRIDS, limits, measured, decay='coupled')
     return Screening(tuning.sweeps['learning_rate'], measured, asked)
 
 
 LIMITS = TuningConfig(seeds=(10, 11), max_points=5, max_seeds=12)
+
+
+@pytest.mark.parametrize('sd', [1e-4, 0.08])
+def test_losses_at_a_rate_that_was_not_asked_for_change_nothing(sd):
+    losses = screen(LIMITS, sd).losses
+    tuning = tune(GRIDS, LIMITS, losses, decay='coupled')
+
+    # The grid lacks 5e-3. Losses of 0 there would be the lowest ones.
+    settings = with_knob(tuning.settings, 'learning_rate', 5e-3)
+    losses_with_another_rate = losses | {settings: {10: 0.0, 11: 0.0}}
+
+    assert tune(GRIDS, LIMITS, losses_with_another_rate, decay='coupled') == tuning
 
 
 def test_a_significant_bracket_takes_the_first_seeds_alone():

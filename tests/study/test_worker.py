@@ -236,7 +236,7 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
         assert arm.sweeps['weight_decay'].values == (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
-def test_no_weight_decay_is_screened_that_no_run_may_have(trained, tmp_path):
+def test_screened_weight_decays_are_valid_settings(trained, tmp_path):
     """A config with decay='independent' must have a weight decay below 0.1.
 
     The made-up losses are lowest at 0.3. Without this rule, the grid would go on from 0.05 to 0.1.

@@ -387,10 +387,6 @@ def empty_a_document(documents):
     documents['test']['tokens'][0] = 0
 
 
-def rename_a_document(documents):
-    documents['test']['documents'][0] = 'other'
-
-
 def enlarge_a_loss(documents):
     documents['test']['nats'][1][0] = 1e9
 
@@ -401,7 +397,6 @@ def enlarge_a_loss(documents):
         (remove_test_split, "'test' is missing"),
         (remove_a_loss, 'one number for'),
         (empty_a_document, 'must have documents of'),
-        (rename_a_document, ''),
         (enlarge_a_loss, 'its result'),
     ],
 )
@@ -412,3 +407,15 @@ def test_a_verdict_is_withheld_where_documents_are_damaged(copied_study, damage,
     damage(documents)
     file.write_text(json.dumps(documents))
     assert_withheld_without_documents(copied_study, message)
+
+
+def test_a_verdict_is_withheld_where_an_arm_was_evaluated_on_another_document(copied_study):
+    """The error over documents needs the losses of both arms on the same documents."""
+    file = copied_study / B_RUN / 'documents.json'
+    documents = json.loads(file.read_text())
+    documents['test']['documents'][0] = 'other'
+    file.write_text(json.dumps(documents))
+
+    # The file is in order by itself, so nothing is reported but the reason of the verdict.
+    no_message = r'\A\Z'
+    assert_withheld_without_documents(copied_study, no_message)
