@@ -74,7 +74,7 @@ def gpt2_logits(tensors, *, exact_gelu=False):
     Args:
         tensors: The tensors of `make_tensors`. A model without 'lm_head.weight' is tied: its
             output matrix is the embedding.
-        exact_gelu: Whether GELU is computed by erf, and not by the approximation with tanh.
+        exact_gelu: True for the GELU with erf, and False for its approximation with tanh.
     """
     p = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
 
@@ -127,9 +127,9 @@ def causal_mask(dtype):
 def as_nanogpt(tensors, prefix='_orig_mod.'):
     """The same model as nanoGPT saves it, which differs from a GPT-2 file in four ways.
 
-    Each name has a prefix; by default it is that of torch.compile. The weights of linear layers
-    are transposed. The embedding is saved twice, as it is the output matrix as well. The causal
-    mask of layer 0 is saved as 'attn.bias', although it is no parameter.
+    Each name has a prefix. The default '_orig_mod.' is the prefix that torch.compile adds. The
+    weights of linear layers are transposed. The embedding is saved twice, because it is also the
+    output matrix. The causal mask of layer 0 is saved as 'attn.bias', although it is no parameter.
     """
     nanogpt = {f'{prefix}lm_head.weight': tensors['wte.weight']}
     for name, tensor in tensors.items():
@@ -151,19 +151,19 @@ def assert_logits(config, params, expected_logits):
 
 @pytest.mark.parametrize('tied', [True, False])
 def test_a_gpt2_has_the_logits_of_the_equations(tmp_path, tied):
-    """A tied model uses its embedding as the output matrix; another has an `lm_head.weight`."""
+    """A tied model uses its embedding as the output matrix. An untied one has `lm_head.weight`."""
     tensors = make_tensors()
     if not tied:
         head_VD = np.random.default_rng(2).normal(size=(V, D))
         tensors['lm_head.weight'] = head_VD.astype(np.float32)
-    # Published files may have a prefix, and a causal mask that is no parameter.
+    # Published names may have a prefix. A causal mask may be saved, which is no parameter.
     published = {f'transformer.{name}': tensor for name, tensor in tensors.items()}
     published['transformer.h.0.attn.bias'] = causal_mask(np.uint8)
     write_gpt2(tmp_path, published, tie_word_embeddings=tied)
 
     config, params = load_gpt2(tmp_path)
 
-    # `make_tensors` has tensors of these sizes.
+    # These are the sizes of the tensors of `make_tensors`.
     assert config == ModelConfig(
         d_model=D,
         num_heads=N,
@@ -195,7 +195,7 @@ def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
     ],
 )
 def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
-    """A nanoGPT is a GPT-2 with other names and transposed weights, and with the exact GELU."""
+    """nanoGPT computes a GPT-2 with the exact GELU. Its files have other names and transposes."""
     tensors = make_tensors(biases=biases, mlp_width=4 * D)
     nanogpt_tensors = as_nanogpt(tensors, prefix)
 
@@ -207,7 +207,7 @@ def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
     assert config.num_layers == L
 
     assert_logits(config, params, gpt2_logits(tensors, exact_gelu=True))
-    # GELU by the approximation with tanh gives other logits.
+    # The approximation of GELU with tanh gives other logits.
     with pytest.raises(AssertionError):
         assert_logits(config, params, gpt2_logits(tensors, exact_gelu=False))
 
@@ -217,7 +217,7 @@ def assert_same_parameters(params, expected_params):
 
 
 def test_tensors_and_files_give_the_same_parameters(tmp_path):
-    """One model is loaded from a dictionary and a file, in the layouts of GPT-2 and nanoGPT."""
+    """The same model is loaded from dictionaries and files, in the GPT-2 and nanoGPT layouts."""
     tensors = make_tensors(mlp_width=4 * D)
     nanogpt_tensors = as_nanogpt(tensors)
     gpt2_file = tmp_path / 'gpt2.safetensors'
@@ -252,7 +252,7 @@ def test_a_nanogpt_checkpoint_has_its_sizes_in_model_args():
 
 
 def test_a_gpt2_in_two_files_is_read_by_its_index(tmp_path):
-    """The index of a large model has the name of the file that holds each tensor."""
+    """The index model.safetensors.index.json names the file of each tensor."""
     tensors = make_tensors(mlp_width=4 * D)
     names = sorted(tensors)
     weight_map = {}
@@ -262,7 +262,7 @@ def test_a_gpt2_in_two_files_is_read_by_its_index(tmp_path):
         weight_map |= dict.fromkeys(names_in_file, file)
     index = tmp_path / 'model.safetensors.index.json'
     index.write_text(json.dumps({'weight_map': weight_map}))
-    # The width of the MLP is `n_inner`, and None stands for 4 * n_embd.
+    # n_inner is the width of the MLP. None means 4 * n_embd.
     description = DESCRIPTION | {'n_inner': None}
     (tmp_path / 'config.json').write_text(json.dumps(description))
 
@@ -278,13 +278,13 @@ def test_a_torch_checkpoint_is_read(tmp_path):
     bfloat16_tensors = {}
     for name, tensor in tensors.items():
         bfloat16_tensors[name] = torch.from_numpy(tensor.copy()).bfloat16()
-    # ARGUMENTS are the sizes of the model, as nanoGPT saves them.
+    # nanoGPT saves the sizes of a model as 'model_args'.
     checkpoint = {'model': bfloat16_tensors, 'model_args': ARGUMENTS}
     torch.save(checkpoint, tmp_path / 'ckpt.pt')
 
     _, params = load_nanogpt(tmp_path / 'ckpt.pt')
 
-    # The embedding is also the output matrix, and its bfloat16 numbers are widened exactly.
+    # lm_head.weight is also the embedding. float32 represents its bfloat16 numbers exactly.
     expected_VD = bfloat16_tensors['_orig_mod.lm_head.weight'].float().numpy()
     np.testing.assert_array_equal(params['w_embedding_VD'], expected_VD)
 
@@ -443,7 +443,7 @@ def test_a_torch_file_with_wrong_content_is_refused(fake_torch, tmp_path):
     path = tmp_path / 'ckpt.pt'
     path.touch()
 
-    # `fake_torch` stands in for torch, so each content is what the file would hold.
+    # `fake_torch` replaces torch. Its `load` returns the content as if read from the file.
     for content, message in (
         ({'model': tensors, 'model_args': [1, 2]}, r'model_args=\[1, 2\] must be a dictionary'),
         ({'model': [1], 'model_args': ARGUMENTS}, "'model': a list is not a tensor by name"),
@@ -506,7 +506,7 @@ def test_a_torch_file_that_unpacks_to_much_more_is_refused(fake_torch, tmp_path)
 def test_a_torch_tensor_that_repeats_one_stored_number_is_refused(fake_torch, tmp_path):
     """Strides of 0 let a tensor of 10^12 elements store a single float of 4 bytes.
 
-    It is refused before its elements are copied. `fake_torch` is a mock in place of torch.
+    The tensor is refused before its elements are copied. `fake_torch` is a mock of torch.
     """
     tensor = Mock(dtype='torch.float32', shape=(10**6, 10**6))
     tensor.numel.return_value = 10**12

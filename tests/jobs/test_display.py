@@ -102,7 +102,7 @@ def test_plain_lines_are_printed_every_few_seconds(show, clock):
     The run resumes at step 1,041, and a step takes 0.2 s. So 20 steps pass between two lines.
     """
     stream = io.StringIO()
-    # Runs that have not started are as much work as four runs like this one.
+    # waiting_work=4.0: The runs that have not started are as much work as 4 runs like this one.
     left = StudyLeft(runs=3, waiting_work=4.0, workers=2)
     progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
     assert stream.getvalue() == ''
@@ -122,8 +122,9 @@ def test_plain_lines_are_printed_every_few_seconds(show, clock):
     validation = 'validation loss 2.2500 to 2.5000 nats/token'
     # The first line has no speed, because one report does not tell how long a step takes.
     # At step 1,061, the 39 steps left take 7.8 s.
-    # A whole run takes 5 s to compile and 220 s for 1,100 steps, which are 225 s.
-    # Each of 2 workers has two such runs before it, which are 07:30 besides this run.
+    # A whole run takes 5 s to compile and 1,100 * 0.2 s of steps, together 225 s.
+    # The waiting work takes 4 * 225 s / 2 workers = 450 s, which is 07:30.
+    # The study's time left is 07:30 plus the time left of this run.
     assert stream.getvalue().splitlines() == [
         f'qk.vo: step 1,041/1,100, 95%, {loss}, 3 runs left',
         f'qk.vo: step 1,061/1,100, 5,000 tokens/s, 00:07 left, 96%, {loss}, '
@@ -194,15 +195,15 @@ def test_the_time_left_counts_no_compilation_twice(
             spend('saving', later_save)
         seconds_left[step] = pace.seconds_left(200, clock.seconds)
 
-    # The time before the first report includes compilation, so it tells no time of a step.
+    # The time until step 1 includes compilation, so the time of a step is unknown.
     assert seconds_left[1] is None
 
-    # Before step 50, there was one evaluation and one save at most, and neither counts.
+    # Before step 50, only the first evaluation and save can have happened. Neither counts.
     for step in (2, 24, 25, 26, 49):
         steps_left = 200 - step
         assert seconds_left[step] == pytest.approx(steps_left * step_time)
 
-    # From step 50 on, each step bears 1/25 of a later evaluation and save.
+    # From step 50 on, the time per step includes 1/25 of a later evaluation and save.
     for step in (50, 74, 100, 199):
         steps_left = 200 - step
         time_per_step = step_time + (later_evaluation + later_save) / 25
@@ -210,7 +211,7 @@ def test_the_time_left_counts_no_compilation_twice(
 
 
 def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
-    """An evaluation asks again only if the last question is a minute old."""
+    """The display calls `study` in `begin`, and in evaluations once a minute has passed."""
     ask_study = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
     progress = show(io.StringIO(), 'x', 100, study=ask_study)
     progress.begin()
@@ -230,7 +231,7 @@ def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
 def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
     """After the time t, the next line comes t / 20 later, but at least 4 s later.
 
-    So the lines of the day grow apart, and there are far fewer than one every 4 s.
+    With a line every 4 s, a day would have 21,600 lines. It has fewer than 170.
     """
     seconds_per_day = 86400
     # Reading a loss from a device calls __array__, which is counted here.
@@ -244,7 +245,8 @@ def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
             progress.update(step, loss)
 
     # In the first 80 s, a line every 4 s makes 20 lines.
-    # Then the time grows by 1/20 per line, so 144 lines reach a day: 80 s * 1.05^144 > 86,400 s.
+    # Then each line multiplies the time by 1.05, and 80 s * 1.05^144 > 86,400 s.
+    # So a day has about 20 + 144 lines.
     num_lines = len(stream.getvalue().splitlines())
     assert num_lines < 170
     # Only losses that are shown are read.
@@ -289,37 +291,41 @@ def test_a_duration_is_shown_in_hours_minutes_and_seconds(seconds, text):
     ],
 )
 def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, clock):
-    """A field is left out if it does not fit beside 8 characters of the label.
+    """Fields that do not fit are left out, and the middle of the label becomes '…'.
 
-    The label takes the room that is left, up to 24 characters, with '…' for its middle.
+    The label has between 8 and 24 characters.
     """
+    # waiting_work=30.0: The runs that have not started are as much work as 30 runs like this one.
     left = StudyLeft(runs=120, waiting_work=30.0, workers=1)
     stream = Terminal()
     progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=lambda: left)
 
     progress.begin()
-    # 1,190 steps take 10 s, so 357,000 tokens/s, and 2,800 further steps take 23.5 s.
+    # Step 10 is done after 10 s, and the next 1,190 steps take 10 s.
+    # So the speed is 1,190 * 3,000 tokens / 10 s = 357,000 tokens/s.
+    # The 2,800 steps left take 2,800 * 10 s / 1,190 = 23.5 s.
     for step in (10, 1200):
         clock.seconds += 10
         progress.update(step, np.array([2.5, 2.345]))
     progress.update_validation_loss(1200, np.array([2.5, 2.25]))
     log('resuming')
-    # After 1 s more, 22.5 s of the run are left.
+    # 1 s later, 22.5 s of the run are left.
     clock.seconds += 1
     progress.tick()
 
     # A line of the log is printed above the row.
-    # The study's 22:10 are the 22.5 s and 30 runs of 43.6 s each.
+    # A whole run takes 10 s until step 10, and 4,000 * 10 s / 1,190 of steps: 43.6 s.
+    # The study has 22.5 s + 30 * 43.6 s = 1,330 s left, which is 22:10.
     assert stream.lines() == ['resuming', row]
     assert len(row) < columns
 
-    # The last row stays, and the cursor is on the empty line below it.
+    # The row stays on the screen, and the cursor is on the empty line below it.
     progress.close()
     assert stream.lines() == ['resuming', row, '']
 
 
 def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
-    """A phase is a part of a run without training steps, here its compilation of 49 s."""
+    """A phase is a part of a run without training steps, here a compilation of 49 s."""
     caplog.set_level(logging.DEBUG, 'qkattn')
     stream = Terminal()
 
@@ -328,7 +334,7 @@ def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
             clock.seconds += 1
             progress.tick()
 
-            # One line is redrawn in place.
+            # The terminal shows a single line, which is redrawn.
             lines = stream.lines()
             assert len(lines) == 1
             assert lines[0].startswith('qk/vo')
@@ -361,7 +367,7 @@ def wait(clock, progress, seconds):
 
 
 def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
-    """Lines come in short phases, in the first step, between steps and in an evaluation."""
+    """Lines are printed in short phases, in the first step, between steps and in evaluations."""
     stream = TimedStream(clock)
     start = clock.seconds
 
@@ -395,8 +401,8 @@ def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
         progress.begin()  # the phase 'first steps'
         wait(clock, progress, seconds=3)
 
-    # A line comes 4 s after the start or the line before.
-    # Phases begin after 0, 3, 6 and 9 s, and a line shows the seconds of its phase.
+    # The first line is printed after 4 s, and each other line 4 s later.
+    # The phases begin after 0, 3, 6 and 9 s. A line shows for how long its phase has lasted.
     assert [time - start for time in stream.times] == [4, 8, 12]
     assert stream.getvalue().splitlines() == [
         'x: compiling ... 1 s',
@@ -413,7 +419,7 @@ def test_a_plain_line_of_a_step_without_a_loss_has_no_loss(show, clock):
         clock.seconds += 4
         progress.update(step=2, loss=None)
 
-    # 8 of 10 steps are left, of 4 s each.
+    # The 8 steps left take 8 * 4 s = 32 s.
     assert stream.getvalue().splitlines() == [
         'x: step 1/10, 10%, loss 1.5000 nats/token',
         'x: step 2/10, 00:32 left, 20%',
@@ -427,7 +433,7 @@ def test_a_validation_loss_is_a_plain_line_of_its_own(show):
         progress.update(step=2, loss=None)
         progress.update_validation_loss(step=2, loss=2.5)
 
-    # The end of the display prints no line, because step 2 has one.
+    # Closing the display prints nothing, because step 2 has been shown.
     assert stream.getvalue().splitlines() == [
         'x: step 2/10, 20%',
         'step 2/10: validation loss 2.5000 nats/token',
@@ -435,7 +441,7 @@ def test_a_validation_loss_is_a_plain_line_of_its_own(show):
 
 
 def test_a_line_that_is_redrawn_stands_below_whole_lines():
-    """`draw` replaces the line at the bottom of a terminal; `print` adds a line above it."""
+    """`draw` replaces the bottom line of a terminal, and `print` adds a line above it."""
     stream = Terminal()
     screen = Screen(stream, columns=60)
 
@@ -445,11 +451,11 @@ def test_a_line_that_is_redrawn_stands_below_whole_lines():
     screen.print('line 2')
     assert stream.lines() == ['line 1', 'line 2', 'study: 2 of 8 runs done']
 
-    # A line may fill all columns but the last, so 59 characters, of which the last is '…'.
+    # A drawn line has at most 59 of the 60 columns. A longer line is cut and ends with '…'.
     screen.draw('x' * 60)
     assert stream.lines() == ['line 1', 'line 2', 'x' * 58 + '…']
 
-    # The redrawn line is removed at the end, and a second call of `close` changes nothing.
+    # The first `close` removes the redrawn line. The second `close` changes nothing.
     screen.close()
     screen.close()
     assert stream.lines() == ['line 1', 'line 2', '']
@@ -461,7 +467,7 @@ def test_no_line_is_redrawn_on_a_terminal_that_cannot_move_the_cursor(monkeypatc
     assert not Screen(Terminal()).terminal
 
 
-# Output that nobody reads ends a command quietly, and stops no run.
+# Output whose reader has gone is dropped without an error.
 
 
 def is_null_device(stream) -> bool:
@@ -470,9 +476,9 @@ def is_null_device(stream) -> bool:
 
 @pytest.mark.parametrize('is_terminal', [False, True])
 def test_a_display_whose_reader_has_gone_writes_nowhere(is_terminal, unread, monkeypatch):
-    """`unread` is a pipe whose reading end is closed, so that writing to it is an error.
+    """Standard error is a pipe whose reading end is closed, so writing to it is an error.
 
-    The display then leads standard error to /dev/null, and the run goes on.
+    At this error, the display redirects standard error to /dev/null, and the run goes on.
     """
     monkeypatch.setattr(unread, 'isatty', lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, 'stderr', unread)
@@ -504,7 +510,7 @@ def test_a_screen_whose_terminal_was_closed_writes_nowhere():
         screen = Screen(stream)
         os.close(window_end)  # as if the window of the terminal was closed
 
-        # The first attempt fails, and the stream is led to the null device.
+        # The first line cannot be written, so the stream is redirected to /dev/null.
         screen.draw('a line')
         screen.draw('a line')
 
