@@ -104,7 +104,7 @@ def assert_converted_exactly(
 
     Args:
         conversions: Names of conversions, such as 'merge unmerge', which are applied in order.
-        layer: The layer before.
+        layer: The layer to convert.
         expected_variant: The variant of attention of the converted layer. None allows any.
     """
     leaves_before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(layer)]
@@ -123,7 +123,7 @@ def assert_converted_exactly(
             assert not converted.score.b_k_KH[...].any()
             assert not converted.value.b_v_KH[...].any()
 
-    # The layer itself is unchanged.
+    # The original layer is unchanged.
     for leaf, leaf_before in zip(jax.tree.leaves(layer), leaves_before, strict=True):
         np.testing.assert_array_equal(leaf, leaf_before)
 
@@ -162,10 +162,9 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
 
 
 def test_gains_and_biases_of_a_norm_fold_into_the_projections():
-    """The folded layer gives for x what the layer gives for gain * x + bias.
+    """A norm multiplies by its gain and adds its bias before attention.
 
-    A norm multiplies by its gain and adds its bias just before attention, so the matrices of
-    attention can take over both.
+    Folding moves both into the matrices of attention: folded(x) = layer(gain * x + bias).
     """
     rng = np.random.default_rng(3)
     gain_D = 1 + rng.normal(size=64) / 3
@@ -181,7 +180,7 @@ def test_gains_and_biases_of_a_norm_fold_into_the_projections():
             assert folded.spec.biases == (layer.spec.biases or bias_D.any())
             expected_BTD = np.asarray(layer(gain_D * x_BTD + bias_D, causal()))
             assert error(folded(x_BTD, causal()), expected_BTD) < 1e-12
-            # The layer before gives another output for x.
+            # Without folding, the layer gives another output for x.
             assert error(layer(x_BTD, causal()), expected_BTD) > 1e-2
 
 
@@ -306,10 +305,10 @@ def test_a_block_too_close_to_singular_is_refused(gauge_fix, size_of_small_rows,
 
 
 def test_a_refused_conversion_names_the_reason():
-    """A conversion rewrites the matrices of attention, and not every variant allows it.
+    """A conversion rewrites the matrices of attention, which not every variant allows.
 
-    Each case has the conversion, the variant of the layer as score/value, its other settings, and
-    the reason. The layer has 4 heads of size 16, and d_model is 64.
+    A case has the conversion, the variant score/value of the layer, its other settings, and the
+    reason. The layer has 4 heads of size 16, and d_model is 64.
     """
     for conversion, variant, options, reason in (
         ('merge', 'qk/vo', ROPE, 'RoPE rotates'),

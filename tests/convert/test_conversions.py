@@ -78,7 +78,7 @@ def test_every_conversion_is_in_the_table():
 def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, expected_variant):
     """A conversion rewrites the attention layers of a model as another variant.
 
-    The steps are applied one after another to CONFIG with its changes.
+    `steps` are conversions, which are applied in order to CONFIG with `changes`.
     """
     original_config = dataclasses.replace(CONFIG, **changes)
     original_params = random_params_of(original_config)
@@ -87,7 +87,7 @@ def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, expected_v
     params = original_params
     for step in steps:
         config, params, errors = convert_model(step, config, params)
-        # Only truncation is lossy. It has an error for each layer, which is 0 at full rank.
+        # Only truncation returns errors, one per layer. Here they are 0, because the rank is full.
         num_errors = config.num_layers if 'truncate' in step else 0
         assert len(errors) == num_errors
         assert sum(errors) < 1e-6
@@ -96,13 +96,13 @@ def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, expected_v
     assert logit_error(original, (config, params), TOKENS) < 1e-4
     if expected_variant is not None:
         assert str(config.variant) == expected_variant
-    # `fold_gains` moves gain and bias of the norm into attention. A norm may have no gain.
+    # `fold_gains` moves the gain, if there is one, and the bias of the norm into attention.
     if 'fold_gains' in steps:
         norm = params['blocks']['attention_norm']
         assert np.all(norm.get('g_D', 1) == 1)
         assert np.all(norm['b_D'] == 0)
 
-    # `converted` does the same to a model object, where `convert_model` takes parameters.
+    # `converted` does the same with a model object instead of parameters.
     original_model = with_params(original_config, original_params)
     converted_model = conversions.converted(original_model, *steps)
     assert converted_model.config == config
@@ -111,16 +111,16 @@ def test_exact_conversions_keep_the_logits_of_a_model(changes, steps, expected_v
 
 
 def test_gauge_fixing_takes_a_block_that_is_invertible_in_every_layer():
-    """Gauge fixing inverts H of the rows of W_K in each head, the same rows in all layers.
+    """Gauge fixing inverts H rows of W_K in each head, and the same rows in every layer.
 
-    Rows that are best for one layer may be nearly singular in another. The inverse of these would
-    change the logits by rounding errors.
+    Rows that are best for one layer may be nearly singular in another layer. Inverting them would
+    change the logits by large rounding errors.
     """
     H = 8
     params = random_params_of(CONFIG)
     w_k_LDKH = params['blocks']['attention']['score']['w_k_DKH']
     for head in range(CONFIG.num_heads):
-        # Layer 0 alone would pick these two rows, because they are the largest.
+        # In layer 0, these two rows are the largest, so they are best for this layer.
         first = head * H + 2
         second = head * H + 3
         w_k_LDKH[0, [first, second], head] *= 100
@@ -134,7 +134,7 @@ def test_gauge_fixing_takes_a_block_that_is_invertible_in_every_layer():
 
 
 def test_a_conversion_that_does_not_apply_is_refused_with_the_reason():
-    """Each case has the conversion, the changes of CONFIG, the error and words of its message."""
+    """A case has a conversion, changes of CONFIG, the error and a part of its message."""
     for conversion, changes, error, message in (
         ('fold_gains', POST, ConversionError, 'post-norm model the residual stream also'),
         ('truncate(rank=0)', {}, ConversionError, 'layer 0: .*rank=0'),
@@ -168,11 +168,11 @@ def test_a_refusal_that_holds_for_all_layers_names_none():
 
 
 def test_layers_that_would_become_different_variants_are_refused(monkeypatch):
-    """All layers of a model have one variant of attention, here `qk/vo` before."""
+    """All layers of a model must have the same variant of attention."""
     layers = []
 
     def merge_all_but_the_first(layer):
-        """Stands in for a conversion, and leaves the first layer as it is."""
+        """Replaces a conversion. The first layer stays `qk/vo`."""
         layers.append(layer)
         is_first = len(layers) == 1
         return layer if is_first else merge_vo(layer)

@@ -67,7 +67,7 @@ def test_a_run_loads_with_a_model_per_trial(trained, caplog):
     assert run.step == 4
     assert run.trials == trained.config.trials.trials()
     assert len(run.models) == 2
-    # For 1 row of 5 tokens, there are logits of 256 ids, which are bytes.
+    # 1 row of 5 tokens has logits for 256 ids, which are bytes.
     logits_BTV = run.model(np.zeros((1, 5), np.int32))
     assert logits_BTV.shape == (1, 5, 256)
     # There is no warning.
@@ -118,7 +118,7 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(
 
     loaded = load(run_with_three_checkpoints, average=average)
 
-    # The parameters are averages, and the rest is that of the newest checkpoint.
+    # Only the parameters are averaged. The rest comes from the newest checkpoint, of step 8.
     assert loaded.step == 8
     assert loaded.alive == [True, False]
     averages = jax.tree.leaves(loaded.params[1])
@@ -141,7 +141,7 @@ def test_checkpoints_with_a_gap_are_not_averaged(trained, tmp_path):
 
 
 def test_exported_parameters_load_as_one_model(trained, tmp_path):
-    """Exported parameters are those of one trial, without the config and the steps of its run."""
+    """Only the parameters of one trial are exported, without the config and step of its run."""
     first_trial = load(trained.directory).params[0]
     exported.save(tmp_path, trained.config.model, first_trial, origin={})
 

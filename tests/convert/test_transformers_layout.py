@@ -23,7 +23,7 @@ SIZES = {'d_model': 24, 'num_layers': 3, 'num_heads': 4, 'context': 12, 'vocab_s
 GPT2 = ModelConfig(**SIZES)
 LLAMA = ModelConfig(**SIZES, norm='rmsnorm', positions='rope', activation='swiglu')
 TOKENS = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (3, SIZES['context']))
-# Changes of GPT2 and LLAMA, each with settings that their layouts have beside the default ones.
+# Changes of GPT2 and LLAMA to other settings that their layouts allow.
 GPT2_VARIANTS = [
     {'biases': True},
     {'tied_embeddings': False, 'activation': 'gelu', 'score_scale': 0.7},
@@ -136,14 +136,14 @@ def llama_logits(directory):
         up = linear(y, f'{mlp}.up_proj')
         x = x + linear(gate * up, f'{mlp}.down_proj')
 
-    # A tied model has no output matrix beside its embedding.
+    # A tied model uses its embedding as the output matrix.
     w_output_VD = p.get('lm_head.weight', p['model.embed_tokens.weight'])
     return norm(x, 'model.norm') @ w_output_VD.T
 
 
 @pytest.mark.parametrize('changes', slow_except(GPT2_VARIANTS[:1], GPT2_VARIANTS), ids=str)
 def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
-    """A model is saved in the layout of transformers, and `load_gpt2` reads it again."""
+    """A model is saved in the layout of transformers, and then read by `load_gpt2`."""
     config = dataclasses.replace(GPT2, **changes)
     params = random_params(config)
 
@@ -153,7 +153,7 @@ def test_a_written_gpt2_is_read_with_equal_logits(tmp_path, changes):
     assert layout.name == 'GPT-2'
     assert read_config.activation == config.activation
     assert read_config.tied_embeddings == config.tied_embeddings
-    # Other settings may differ, such as biases of 0 in the file, where the model has none.
+    # Other settings may differ: the file of a model without biases has biases of 0.
     assert_close(logits_of(read_config, read_params), logits_of(config, params))
 
 
@@ -176,7 +176,7 @@ LLAMA_CASES = [
 
 @pytest.mark.parametrize(('config', 'changes', 'architecture'), GPT2_CASES + LLAMA_CASES)
 def test_transformers_computes_the_same_logits(tmp_path, config, changes, architecture):
-    """The package transformers reads a saved model by itself, as a GPT-2 or a Llama."""
+    """The package transformers loads a saved model as its own GPT-2 or Llama."""
     transformers = pytest.importorskip('transformers', reason='pip install transformers torch')
     torch = pytest.importorskip('torch', reason='pip install torch')
     config = dataclasses.replace(config, **changes)
@@ -189,7 +189,7 @@ def test_transformers_computes_the_same_logits(tmp_path, config, changes, archit
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
 
-    # Such as 'GPT2LMHeadModel'.
+    # The class is, for example, GPT2LMHeadModel.
     assert type(model).__name__.startswith(architecture)
     # The file has all parameters of the model, and no other.
     assert not loading['missing_keys']
@@ -249,7 +249,7 @@ TOKENIZERS_AND_TEXTS = [
 
 @pytest.mark.parametrize(('tokenizer', 'text'), TOKENIZERS_AND_TEXTS)
 def test_a_tokenizer_json_gives_the_same_ids(tmp_path, tokenizer, text):
-    """A tokenizer is saved beside the model, as a file of the package tokenizers."""
+    """A tokenizer is saved with the model, in the format of the package tokenizers."""
     config = dataclasses.replace(GPT2, vocab_size=tokenizer.vocab_size)
     ids = tokenizer.encode(text).tolist()
 
@@ -257,11 +257,11 @@ def test_a_tokenizer_json_gives_the_same_ids(tmp_path, tokenizer, text):
 
     library_tokenizer = LibraryTokenizer.from_file(str(tmp_path / 'tokenizer.json'))
     assert library_tokenizer.encode(text, add_special_tokens=False).ids == ids
-    # The text has one character, 'Z', that the tokenizer of characters cannot decode.
+    # The tokenizer of characters does not know the 'Z' of the text, so it cannot decode it.
     if not isinstance(tokenizer, CharacterTokenizer):
         assert library_tokenizer.decode(ids, skip_special_tokens=False) == text
 
-    # The separator of documents is the end of a text, `eos`, in transformers.
+    # transformers calls the separator of documents `eos`, the end of a sequence.
     settings = json.loads((tmp_path / 'config.json').read_text())
     assert settings['eos_token_id'] == tokenizer.separator
 

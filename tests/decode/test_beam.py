@@ -39,12 +39,12 @@ def child_node(node, token, vocab):
 def _search(
     tree_BNV, *, beam, separator=SEPARATOR, num_tokens=T, length_penalty=1.0, batch_sizes=None
 ):
-    """Runs `beam_search` where the logits are looked up in a tree, in place of a model.
+    """Runs `beam_search` with logits from a tree instead of a model.
 
     tree_BNV[b, n] are the logits of row b after prefix n, a node of the tree. There are M = batch *
-    beam hypotheses, and the cache of the search holds the row and the prefix of each.
+    beam hypotheses. The cache of the search holds the row and the prefix of each hypothesis.
 
-    Each step puts its number of hypotheses on the queue `batch_sizes`, if there is one.
+    If there is a queue `batch_sizes`, each step puts its number of hypotheses on it.
     """
     batch, _, vocab = tree_BNV.shape
     row_M = jnp.repeat(jnp.arange(batch), beam)
@@ -155,9 +155,9 @@ def assert_hypotheses(best, row, expected):
     ('beam', 'length_penalty'), slow_except([(2, 0.0)], [(2, 0.0), (5, 1.7), (1, 1.0), (3, -2.0)])
 )
 def test_the_search_agrees_with_plain_python(beam, length_penalty):
-    """`search` is the one under test, and `plain_search` is the definition written as loops."""
+    """`plain_search` computes the same in plain loops, for one row at a time."""
     num_tokens = 5
-    # The logits of the next token are random, after every prefix of fewer than 5 tokens.
+    # After every prefix of fewer than 5 tokens, the logits of the next token are random.
     tree_BNV = random_tree(7, batch=40, vocab=5, length=num_tokens)
 
     best = search(tree_BNV, beam=beam, num_tokens=num_tokens, length_penalty=length_penalty)
@@ -182,9 +182,9 @@ def greedy_tokens(tree_NV) -> list[int]:
 
 
 def test_a_beam_of_one_is_greedy_to_the_last_bit():
-    """Greedy decoding takes the largest logit, even if all probabilities are rounded to ties."""
+    """A beam of one takes the largest logit, even if rounding makes probabilities equal."""
     tree_BNV = random_tree(1, batch=50, vocab=6, scale=0.1)
-    # In rows 0 to 24, logits are equal, or differ by so little that their softmax is equal.
+    # In rows 0 to 24, logits are equal, or so close that their probabilities are rounded to ties.
     whole_numbers_BNV = np.round(tree_BNV[:25] * 10) + 0  # -0 + 0 = 0
     tree_BNV[:25] = whole_numbers_BNV * np.float32(2**-30)
 
@@ -219,13 +219,13 @@ def test_the_search_stops_when_all_rows_are_done():
     assert_steps_and_lengths(tree_BNV, num_steps=1, best_lengths=[1, 1, 1])
 
     tree_BNV[1, :, SEPARATOR] -= 40  # row 1 never ends
-    # The logits of the first token are given, so T - 1 steps choose T tokens.
+    # The first token needs no step, because its logits are given. So T tokens need T - 1 steps.
     assert_steps_and_lengths(tree_BNV, num_steps=T - 1, best_lengths=[1, T, 1])
 
 
 @pytest.mark.parametrize('beam', [2, V**T], ids=['two hypotheses', 'all sequences of T tokens'])
 def test_a_token_with_logit_minus_infinity_is_never_chosen(beam):
-    # The logits of 12 rows (B), after each prefix of tokens (N).
+    # The axes are B = 12 rows, N prefixes, and V next tokens.
     tree_BNV = random_tree(3, batch=12)
     is_impossible_BNV = np.random.default_rng(3).random(tree_BNV.shape) < 0.4
     tree_BNV[is_impossible_BNV] = -np.inf
@@ -241,7 +241,7 @@ def test_a_token_with_logit_minus_infinity_is_never_chosen(beam):
         for score, tokens in plain_search(tree_NV, beam, length_penalty=0.6):
             if score > -np.inf:
                 possible.append((score, tokens))
-        # Further places of the beam must be empty, with the score -inf and no tokens.
+        # The other places of the beam must have the score -inf and no tokens.
         assert_hypotheses(best, row, possible)
 
     # No hypothesis is possible in row 0, so all its places are empty.

@@ -43,7 +43,7 @@ def test_greedy_tokens_are_the_same_without_a_cache(model):
         logits_BTV = uncached_logits(model, tokens_BT[:, :CONTEXT])
         tokens_BT[:, t] = logits_BTV[:, t - 1].argmax(-1)
     np.testing.assert_array_equal(greedy_BT, tokens_BT[:, prompt_length:])
-    # The model does not repeat a few tokens only.
+    # More than 3 different tokens occur.
     assert len(np.unique(greedy_BT)) > 3
 
 
@@ -98,7 +98,7 @@ def test_draws_follow_the_softmax_of_the_logits(temperature):
 
 
 def log_probabilities(model, prompt, added_tokens, *, vocab_size):
-    """The log-probability of each token that is added to a prompt, by the model without a cache.
+    """The log-probability, without a cache, of each token that is added to a prompt.
 
     Only the first `vocab_size` ids of the model have a probability.
     """

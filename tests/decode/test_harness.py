@@ -1,4 +1,4 @@
-"""What the harness is answered, against the model on one text at a time, without padding."""
+"""Answers to the harness, compared with a numpy model that reads one text without padding."""
 
 import dataclasses
 from typing import Any
@@ -67,7 +67,7 @@ class NumpyDecoder:
 
         V is the number of ids of the tokenizer. The model has further ids, which are left out.
         """
-        p = self.p  # the parameters; those of blocks are stacked by layer
+        p = self.p  # parameters by path; in blocks, the first axis is the layer
         T = len(tokens)
         x_TD = p['w_embedding_VD'][tokens] + p['w_position_TD'][:T]
 
@@ -180,7 +180,7 @@ def test_a_greedy_continuation_is_told_from_another(numpy_decoder, text_model):
     greedy_tokens = numpy_decoder.continuation(ids('abc'), num_tokens=5)
     assert len(greedy_tokens) == 5
     assert CHARACTERS.unknown not in greedy_tokens
-    # The other continuation differs in its last token. Ids 0 to 8 are characters.
+    # The other continuation has another last token. Ids 0 to 8 are characters.
     other_last_token = (greedy_tokens[-1] + 1) % 9
     other_tokens = [*greedy_tokens[:-1], other_last_token]
     greedy_text = CHARACTERS.decode(greedy_tokens)
@@ -207,10 +207,7 @@ def test_a_long_context_loses_its_beginning(numpy_decoder, text_model, caplog):
 
 @pytest.mark.parametrize('length', [1, 39, 40, 41, 95])
 def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, length):
-    """A text that is longer than the context of 40 tokens is scored in windows of 40 tokens.
-
-    Its log-probability is the sum over the windows.
-    """
+    """The log-probability of a long text is the sum over windows of 40 tokens, the context."""
     text = ('abcdefgh. ' * 10)[:length]
 
     answers = text_model.loglikelihood_rolling(requests_of((text,)))
@@ -221,8 +218,8 @@ def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, le
     expected_nats = 0.0
     for start in range(0, length, CONFIG.context):
         end = min(start + CONFIG.context, length)
-        # The last window reaches back into the previous one, to fill the context.
-        # It scores only the tokens from `start` on.
+        # The last window also reads tokens of the previous window, to fill the context.
+        # Only the tokens from `start` on are scored.
         context_start = max(0, end - CONFIG.context)
         context = inputs[context_start : start + 1]
         window_nats, _ = numpy_decoder.score(context, tokens[start:end])
@@ -232,7 +229,7 @@ def test_a_text_of_any_length_is_scored_in_windows(numpy_decoder, text_model, le
 
 @pytest.mark.parametrize('length', range(0, 14))
 def test_windows_are_those_of_the_harness(length):
-    """A text is scored in the same windows as by lm-evaluation-harness, the package lm_eval."""
+    """`windows` splits a text like lm-evaluation-harness, the package lm_eval."""
     utils = pytest.importorskip('lm_eval.utils', reason="pip install -e '.[evaluate]'")
     tokens = list(range(1, length + 1))
 
@@ -242,7 +239,7 @@ def test_windows_are_those_of_the_harness(length):
         token_list=tokens, prefix_token=0, max_seq_len=4, context_len=1
     )
     for row, harness_window in zip(rows, harness_windows, strict=True):
-        # The harness has pairs of tokens that are only read, and tokens that are scored.
+        # A window of the harness has tokens that are only read, and tokens that are scored.
         context, scored = utils.make_disjoint_window(harness_window)
         assert row.tokens == context + scored
         assert row.num_scored == len(scored)

@@ -86,7 +86,7 @@ def assert_close(actual, expected):
     'fields', [*mostly_slow(VARIANTS, every=18), *slow_except(OPTIONS[:2], OPTIONS)], ids=str
 )
 def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
-    """Token by token, the cache gives the logits of one pass over all tokens without a cache."""
+    """Appending one token at a time to a cache gives the logits of one pass without a cache."""
     model = make_model(**fields)
     cache = kv_cache.init_cache(model, *TOKENS.shape)
 
@@ -94,11 +94,11 @@ def test_a_model_decodes_from_a_cache_of_the_documented_size(fields):
 
     assert_close(logits_BTV, np.asarray(uncached_logits(model, TOKENS)))
 
-    # An array of the cache has the axes layers, rows, tokens, and those of one token.
+    # The first axes of an array of the cache are layers, rows and tokens.
     cached_arrays = jax.tree.leaves(cache.layers)
     for array in cached_arrays:
         assert array.shape[1:3] == TOKENS.shape
-    # The numbers per token, of all layers, are those that `cost` computes from the config.
+    # `cost` computes from the config how many numbers all layers cache per token.
     float32_bytes = 4
     expected_bytes = float32_bytes * cost.cache_floats_per_token(model.config) * TOKENS.size
     assert sum(array.nbytes for array in cached_arrays) == expected_bytes
@@ -159,7 +159,7 @@ def test_an_encoder_decoder_decodes_from_its_cache(fields):
     )
     assert_close(logits, after_each_chunk(expected_logits))
 
-    # `cost` counts the numbers of a target token and of a source token together.
+    # `cost` adds the cached numbers of a target token and of a source token.
     floats_per_token = 0
     for array in jax.tree.leaves(cache.layers):
         floats_per_token += array.size // TOKENS.size

@@ -66,7 +66,7 @@ def translate_ids(sources, model=None, **options) -> list[list[int]]:
 
 
 def greedy_without_cache(model, sources) -> list[list[int]]:
-    """Greedy translations, each token by a pass of the model over the whole sequences.
+    """Greedy translations, for which the model reads the whole sequences for each token.
 
     A translation ends before the first separator, or after CONFIG.context tokens.
     """
@@ -86,7 +86,7 @@ def greedy_without_cache(model, sources) -> list[list[int]]:
         logits_BTV = compute_logits(
             model, tokens_BT[:, :T], source_BS=source_BS, source_segments_BS=segments_BS
         )
-        # The model has more ids than the tokenizer, and the others are never chosen.
+        # The model has 50 ids. Only the 45 ids of the tokenizer may be chosen.
         logits_BV = np.asarray(logits_BTV[:, t, : NumberTokenizer.vocab_size])
         tokens_BT[:, t + 1] = logits_BV.argmax(-1)
 
@@ -98,7 +98,7 @@ def greedy_without_cache(model, sources) -> list[list[int]]:
 
 
 def test_greedy_translations_are_the_same_without_a_cache():
-    sources = random_sources(150)  # two full batches of 64, and a part of one
+    sources = random_sources(150)  # 64 + 64 + 22, since a batch has 64 rows
 
     translations = translate_ids(sources, beam=1)
 
@@ -116,7 +116,7 @@ def test_a_batch_is_filled_up_with_repeated_sources(monkeypatch):
     batches = []
 
     def fake_search(model, prompts_BT, num_tokens, source, **options):
-        """Stands in for the beam search: keeps the sources, and gives empty translations."""
+        """Replaces the beam search: records the sources, and returns empty translations."""
         batches.append(source)
         only_separators = np.full((64, 1, num_tokens), SEPARATOR)
         return types.SimpleNamespace(tokens_BKT=only_separators)
@@ -131,7 +131,7 @@ def test_a_batch_is_filled_up_with_repeated_sources(monkeypatch):
     # `resize` repeats the three rows until the shape is filled.
     repeated_BS = np.resize(source_BS[:3], source_BS.shape)
     np.testing.assert_array_equal(source_BS, repeated_BS)
-    # No row is padding alone.
+    # Every row has a token that is not padding.
     assert np.all(valid_BS.any(axis=1))
 
 
@@ -170,13 +170,14 @@ def dataset_of(lines: list[str]):
 
 
 def test_the_score_of_a_split_is_that_of_its_translations(caplog):
-    """Sources are truncated to 19 tokens, which are bytes here, and `max_sources` are scored."""
+    """The first `max_sources` sources are truncated to 19 bytes, translated and scored."""
     model = make_model(vocab_size=256)
     tokenizer = ByteTokenizer()
     sources = ['one', 'a source that is too long', 'two', 'three']
     truncated_sources = [source[:19] for source in sources]
     translations = translate.translate(model, tokenizer, truncated_sources, GREEDY)
-    # The model is not trained, so only the second target is right, up to its case.
+    # Only the second target is right: it is the model's translation with upper and lower case
+    # exchanged.
     targets = ['eins', translations[1].swapcase(), 'zwei', 'drei']
     pairs = PairDataset(dataset_of(sources), dataset_of(targets))
     translate_greedily = functools.partial(translate.translate_ids, model, tokenizer, config=GREEDY)
@@ -203,7 +204,7 @@ def test_the_score_of_a_split_is_that_of_its_translations(caplog):
 
 
 def test_processes_share_the_work_of_a_translation(monkeypatch):
-    """Of three processes, each translates its share of the batches, and returns all translations.
+    """Each of three processes translates some batches, and returns all translations.
 
     The batches 0 to 3 go to the processes 0, 1, 2 and 0.
     """
@@ -214,10 +215,10 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     part_of_rank = {}  # pairs of the index of a source and its translation
 
     def translate_as(rank):
-        """Translates as the process `rank`; the processes run one after another here."""
+        """Translates as the process `rank`. The test runs the processes one after another."""
 
         def gather(part, limit):
-            """Stands in for the exchange between processes: gives the parts so far."""
+            """Replaces the exchange between processes: returns the parts so far."""
             part_of_rank[rank] = part
             # Processes that have not run yet are replaced by empty translations.
             empty = [(index, '') for index in range(len(sources))]
@@ -235,7 +236,7 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     assert len(part_of_rank[0]) == 2 + 1
     assert len(part_of_rank[1]) == 2
     assert len(part_of_rank[2]) == 2
-    # All parts are known in a second call, so process 0 returns all translations.
+    # In this second call of process 0, the parts of all processes are known.
     assert translate_as(0) == expected_translations
 
 

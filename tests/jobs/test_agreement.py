@@ -108,24 +108,25 @@ def test_three_processes_agree_on_values_errors_and_barriers():
         """The results of a check in processes 0, 1 and 2."""
         return [report[check] for report in reports]
 
-    # Each process gives its rank, and gets what all processes gave.
+    # Each process passes its rank, and gets a list of what all processes passed.
     gathered = [{'rank': 0, 'none': None}, {'rank': 1, 'none': None}, {'rank': 2, 'none': None}]
     assert by_rank('gathered') == [gathered, gathered, gathered]
-    # Process 1 alone asks with True, and then all processes ask with False.
+    # `any_process` is True if any process passes True. In the first call, process 1 does.
     assert by_rank('any') == [[True, False], [True, False], [True, False]]
 
-    # Only process 0 calls a function. The other processes get its value.
+    # Only process 0 calls the functions, and all processes get the value.
     assert by_rank('calls') == [['value', 'held', 'bug', 'x', 'made'], [], []]
     assert by_rank('value') == [[0, 'value'], [0, 'value'], [0, 'value']]
 
-    # The other processes also get its error. An error that is not of qkattn becomes a ProcessError.
+    # All processes raise the error of process 0. In the other processes, an error that is not
+    # of qkattn becomes a ProcessError.
     in_use = ['InUseError', 'held']
     assert by_rank('in use') == [in_use, in_use, in_use]
     bug_of_process_0 = ['ProcessError', "process 0 raised KeyError: 'bug'"]
     assert by_rank('bug') == [['KeyError', "'bug'"], bug_of_process_0, bug_of_process_0]
-    # Process 0 alone knows the class Damaged, which is derived from ConfigError.
+    # Damaged is not a class of qkattn, so the other processes raise its base class ConfigError.
     assert by_rank('damaged') == [['Damaged', 'x'], ['ConfigError', 'x'], ['ConfigError', 'x']]
-    # Processes 1 and 2 raise an error of their own in a `with` block, which is not hidden.
+    # An error that processes 1 and 2 raise in a `with` block is not hidden.
     error_in_block = ['ValueError', 'stays']
     assert by_rank('error in block') == ['not called', error_in_block, error_in_block]
 
@@ -155,12 +156,12 @@ def test_a_single_process_gets_its_value_as_json():
 def test_a_process_waits_twice_as_long_for_process_0(monkeypatch):
     """Process 0 collects the values of all processes, and sends them to the others.
 
-    It may arrive late by the limit, and then wait for other processes as long.
+    Process 0 may arrive late by `limit`, and then wait for the others for another `limit`.
     """
     waits = []
 
     def answer_of_process_0(key, seconds):
-        """Stands in for the wait for process 0: keeps the timeout, and gives the answer."""
+        """Replaces the wait for process 0: records the timeout, and returns an answer."""
         waits.append(seconds)
         return json.dumps({'missing': [], 'values': [1, 2]})
 

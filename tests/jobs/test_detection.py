@@ -54,10 +54,10 @@ ADDRESS = {'JAX_COORDINATOR_ADDRESS': 'h:1'}
 
 @pytest.fixture
 def detect_job(monkeypatch):
-    """detect_job(environ) detects the job of a process with these variables alone.
+    """detect_job(environ) detects the job of a process that has only these variables.
 
-    A job is the group of processes that train together. An engine, such as Slurm, tells each of
-    them by environment variables.
+    A job is a group of processes that train together. An engine, such as Slurm, describes the job
+    to each process in environment variables.
     """
 
     def detect_in(environ: dict[str, str]) -> Job:
@@ -68,7 +68,7 @@ def detect_job(monkeypatch):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
 
-        # These stand-ins keep jax from asking the network about TPUs and hosts.
+        # With these replacements, jax does not ask the network about TPUs and hosts.
         has_tpus = any('TPU' in name for name in environ)
         monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', has_tpus)
         monkeypatch.setattr(cloud_tpu_cluster.socket, 'gethostbyname', lambda host: '10.0.0.1')
@@ -140,12 +140,12 @@ def test_a_job_is_detected_from_the_variables_of_its_engine(environ, job, detect
 def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
     cuda_visible_devices, gpus_on_node, local_rank, expected_ids, detect_job, monkeypatch
 ):
-    """Two tasks of Slurm share a node. If a task sees all GPUs of the node, it takes half of them.
+    """Two tasks share a node, so a task that sees all GPUs of the node takes half of them.
 
-    If it sees fewer than the node has, Slurm has given them to it alone. The ids count the GPUs
-    that the task sees, from 0.
+    A task that sees fewer GPUs takes all that it sees, because Slurm has given it these. An id is
+    the index of a GPU among those that the task sees.
     """
-    # Where a variable is not set, the device files tell of four GPUs.
+    # If a variable is not set, GPUs are counted from device files, here four.
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
     environ = SLURM | {'SLURM_LOCALID': local_rank}
     if cuda_visible_devices is not None:
@@ -157,7 +157,7 @@ def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
 
 
 def test_visible_gpus_that_tasks_cannot_share_equally_are_refused(detect_job, monkeypatch):
-    """The variables of SLURM are those of four tasks on two nodes, so of two tasks on a node."""
+    """SLURM describes four tasks on two nodes, so two tasks would share the 3 GPUs of a node."""
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: ['0', '1', '2', '3'])
     environ = SLURM | {
         'SLURM_LOCALID': '0',

@@ -43,7 +43,7 @@ def assertion_of_jax() -> AssertionError:
 def test_a_platform_that_the_machine_lacks_is_a_wrong_setting(
     platforms, accelerators, error, reason, monkeypatch
 ):
-    """An error of jax becomes one sentence, and the exit code 2 of a wrong setting.
+    """An error of jax becomes one sentence, and exit code 2, which means a wrong setting.
 
     JAX_PLATFORMS names the platforms that jax may use. `accelerators` are the GPUs or TPUs of the
     machine that this process may use.
@@ -116,7 +116,7 @@ def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(platform
     """The machine has no GPU for 'cuda', and 'cdua' is misspelt. Training does not begin."""
     if machine.accelerators(None) != []:
         pytest.skip('this machine has accelerators')
-    # As the command `qkattn train` does.
+    # This is what the command `qkattn train` runs.
     program = f"""
     import sys
     sys.path.insert(0, {str(ROOT)!r})
@@ -132,5 +132,5 @@ def test_a_script_ends_with_one_sentence_where_jax_has_no_such_platform(platform
     assert printed == ''
     assert errors.startswith(f'JAX_PLATFORMS={platform}: JAX ')
     assert errors.count('\n') == 1
-    # The directory of the run was not made.
+    # The run has made no directory.
     assert not list(tmp_path.iterdir())

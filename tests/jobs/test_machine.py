@@ -67,20 +67,20 @@ def test_the_narrowest_control_group_limits_the_cores(linux):
 
 
 def test_the_narrowest_control_group_limits_the_memory(linux):
-    """A process of the group outer/inner is limited by the machine and by both of its groups.
+    """The machine and both groups of a process, outer and outer/inner, limit its memory.
 
-    The files of Linux are written by the test.
+    The fixture `linux` is a directory, in which the test writes the files of Linux.
     """
-    # 'max' is no limit, so only the memory of the machine counts.
+    # 'max' is no limit, so only the 4 kB of the machine count.
     linux.meminfo.write_text('MemTotal: 9 kB\nMemAvailable: 4 kB\n')
     linux.write_settings('outer/inner', {'memory.max': 'max', 'memory.current': '10'})
     assert linux.free_memory() == 4 * 1024
 
-    # The outer group may take 5000 bytes and has taken 2000, which leaves less.
+    # The outer group has taken 2000 of 5000 bytes, so less than 4 kB are left.
     linux.write_settings('outer', {'memory.max': '5000', 'memory.current': '2000'})
     assert linux.free_memory() == 5000 - 2000
 
-    # The kernel frees inactive cached files where memory is needed.
+    # The kernel frees the 500 bytes of inactive cached files when memory is needed.
     linux.write_settings('outer/inner', {'memory.stat': 'anon 5'})
     linux.write_settings('outer', {'memory.stat': 'anon 7\ninactive_file 500'})
     assert linux.free_memory() == 5000 - 2000 + 500

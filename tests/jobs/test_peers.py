@@ -91,14 +91,14 @@ STOPS = [
 
 @pytest.mark.parametrize(('ranks', 'sent_signal'), slow_except(QUICK_STOPS, STOPS))
 def test_a_signal_to_any_process_stops_all_at_the_same_step(ranks, sent_signal):
-    """A job has two processes, whose steps are not equally fast. `ranks` get the signal."""
+    """The processes `ranks` of a job get the signal. A step takes process 1 twice as long."""
     processes = start_job_until('holding', stage='loop')
 
     for rank in ranks:
         processes[rank].send_signal(sent_signal)
     results = wait_for_results(processes)
 
-    # Both processes save, and ask to be started again.
+    # Both processes save. Their exit code asks for a new start.
     codes = [code for code, _, _ in results]
     assert codes == [EXIT_REQUEUE, EXIT_REQUEUE], results
     # Each process prints the step after which it stops.
@@ -112,7 +112,7 @@ def test_a_signal_to_any_process_stops_all_at_the_same_step(ranks, sent_signal):
 
 @pytest.mark.slow
 def test_a_process_that_exits_while_it_looks_at_its_peers_exits_with_0():
-    """A thread asks whether the other processes of the job live, here without a pause."""
+    """In each process, a thread checks whether the other process is alive, here nonstop."""
     source = """
         import time
         from qkattn.jobs import bootstrap, peers
@@ -122,7 +122,7 @@ def test_a_process_that_exits_while_it_looks_at_its_peers_exits_with_0():
     """
     results = wait_for_results(start_job(source, 2))
 
-    # The exit code, standard output and standard error of two processes.
+    # A result has the exit code, standard output and standard error of a process.
     assert results == [(0, '', ''), (0, '', '')]
 
 

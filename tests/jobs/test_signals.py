@@ -57,15 +57,15 @@ def test_sigterm_asks_a_process_to_stop():
 
 
 def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop():
-    """The first Ctrl-C (SIGINT) only asks to stop, and tells what a second one does."""
-    # Once it is asked to stop, the process would save for 60 seconds.
+    """The first Ctrl-C (SIGINT) only asks to stop. It prints what a second Ctrl-C does."""
+    # After the first signal, the process saves for 60 seconds.
     process = start_until_ready(WAIT_FOR_STOP, 60)
 
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == 'saving\n'
     process.send_signal(signal.SIGINT)
 
-    # A negative code means that the signal has killed the process.
+    # A negative return code means that this signal has ended the process.
     _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT, errors
     assert 'KeyboardInterrupt' in errors
@@ -74,7 +74,7 @@ def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop():
 
 
 def test_an_interrupt_stops_a_process_whose_errors_nobody_reads():
-    """As in `qkattn ... 2>&1 | tee log`, where Ctrl-C ends tee as well."""
+    """In `qkattn ... 2>&1 | tee log`, Ctrl-C also ends tee, which reads standard error."""
     process = start_until_ready(WAIT_FOR_STOP, 0)
     process.stderr.close()
 
@@ -143,15 +143,15 @@ def assert_file_is_whole(directory):
 
 
 def is_released(lease):
-    """Whether a lease file is free, which has a modification time of 0."""
+    """Whether a lease is released. Its file then has the modification time 0."""
     return lease.stat().st_mtime == 0
 
 
 @pytest.mark.parametrize('errors_are_read', [True, False])
 def test_exit_on_signal_ends_a_program_between_writes(errors_are_read, tmp_path):
-    """A program without state to save gets SIGTERM while it writes a file, and ends after that.
+    """A program without state to save gets SIGTERM while it writes a file.
 
-    A lease is a lock file with an owner and a time. The lease of the program is released.
+    It finishes the file, releases its lease, and ends. A lease is a lock file with an owner.
     """
     has_state_to_save = False
     process = start_python(WRITE_AND_WAIT, tmp_path, has_state_to_save)
@@ -167,7 +167,7 @@ def test_exit_on_signal_ends_a_program_between_writes(errors_are_read, tmp_path)
 
 
 def test_exit_on_signal_does_not_end_a_program_with_state_to_save(tmp_path):
-    """The program sees the request, and ends by itself."""
+    """The program gets SIGTERM while it writes a file, goes on, and ends with 0."""
     process = start_python(WRITE_AND_WAIT, tmp_path, True)
     printed, errors = process.communicate(timeout=60)
 
@@ -179,10 +179,10 @@ def test_exit_on_signal_does_not_end_a_program_with_state_to_save(tmp_path):
 
 @pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
 def test_a_later_signal_keeps_the_exit_code(sent_signal):
-    """A process that has stopped by `Stopped` ignores signals until it has ended.
+    """After `Stopped` is raised, a program ignores signals until it has ended.
 
-    It gets a signal twice: while it handles `Stopped`, and while Python shuts down. The object
-    `sys.late` sends the second one when Python deletes it.
+    The first signal comes while the program handles `Stopped`. The second signal comes while
+    Python shuts down: `sys.late` sends it when Python deletes this object.
     """
     program = """
     import os, signal, sys
@@ -228,7 +228,7 @@ def test_a_dry_run_that_is_stopped_is_not_requeued(sent_signal):
     process.send_signal(sent_signal)
     code, _, errors = wait_for_results([process])[0]
 
-    assert code == 128 + sent_signal  # as a shell reports a signal, instead of EXIT_REQUEUE
+    assert code == 128 + sent_signal  # a shell reports a signal by this code
     assert errors == 'interrupted\n'
 
 

@@ -66,7 +66,7 @@ def launch(name: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
 def launch_here(name: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess:
     """Runs launch/NAME.py with these arguments in this process, which is faster than in its own.
 
-    The launcher sees the variables `env` alone. It must not start other programs.
+    `env` replaces all environment variables. The launcher must not start other programs.
     """
     launcher = str(LAUNCH / f'{name}.py')
     exit_code = 0

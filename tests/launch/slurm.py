@@ -62,7 +62,7 @@ def slurm_conf(root: Path) -> str:
     """The text of slurm.conf for a cluster of NODES on this machine."""
     host = socket.gethostname().partition('.')[0]
     text = CONF.format(root=root, host=host, port=free_port(), user=getuser())
-    # Packages that were unpacked and not installed have their plugins beside their programs.
+    # If packages were only unpacked, their plugins are in the same folder as their programs.
     for plugins in Path(PROGRAMS['slurmctld']).parents[1].glob('lib/*/slurm-wlm'):
         text += f'PluginDir={plugins}\n'
     for node in NODES:
@@ -76,7 +76,7 @@ def start_daemons(root: Path, environment: dict[str, str]) -> list[subprocess.Po
     commands = [[PROGRAMS['slurmctld'], '-D', '-i']]
     for node in NODES:
         commands.append([PROGRAMS['slurmd'], '-D', '-d', PROGRAMS['slurmstepd'], '-N', node])
-    # setpriv lets a daemon end when the test run ends, even if that is killed.
+    # setpriv ends a daemon when this process ends, even if this process is killed.
     die_with_this_process = ['setpriv', '--pdeathsig', 'TERM'] if shutil.which('setpriv') else []
 
     daemons = []
@@ -104,7 +104,7 @@ def running_cluster(root: Path) -> Iterator['Cluster']:
     daemons = start_daemons(root, cluster.environment)
 
     def num_idle_nodes() -> str:
-        # '%D' is the number of nodes, here of those in the state 'idle'.
+        # '%D' prints the number of nodes, and '-t idle' counts only idle nodes.
         sinfo = ['sinfo', '-h', '-p', 'low', '-t', 'idle', '-o', '%D']
         return cluster.call(*sinfo, check=False).strip()
 
@@ -142,7 +142,7 @@ class Cluster:
                 del self.environment[name]
         self.environment['PATH'] = SEARCHED
         self.environment['SLURM_CONF'] = str(root / 'slurm.conf')
-        # (job, restarts) of the starts that no longer wait for two minutes; see `wait`.
+        # (job, restarts) of each start that `wait` has already hastened.
         self._hastened: set[tuple[object, str]] = set()
 
     def call(self, *command: object, check: bool = True, **keywords: object) -> str:
@@ -161,8 +161,8 @@ class Cluster:
     def wait(self, job: object, condition: Callable[[dict[str, str]], object]) -> dict[str, str]:
         """Waits until the fields of a job, or of a task such as '7_1', meet a condition.
 
-        Slurm lets a requeued job wait for two minutes. Meanwhile, this method tells Slurm to start
-        the job after two seconds. (Daemons refuse a job that starts in the second in which it
+        Slurm lets a requeued job wait for two minutes. This method tells Slurm to start the job
+        after two seconds instead. (Daemons refuse a job that starts in the second in which it
         ended.)
 
         Returns:
@@ -172,7 +172,7 @@ class Cluster:
 
         def meets_condition() -> object:
             fields.update(self.fields_of(job))
-            # 'BeginTime' means that a requeued job waits. Each start is hastened once.
+            # A requeued job waits with the reason 'BeginTime'. Each start is hastened once.
             start = (job, fields['Restarts'])
             if fields['Reason'] == 'BeginTime' and start not in self._hastened:
                 self._hastened.add(start)
@@ -224,8 +224,8 @@ class Jobs:
     def preempt(self, job: str) -> None:
         """Lets a job of a higher priority take both nodes until `job` is requeued.
 
-        The partition 'high' comes before the partition of `job`, so Slurm stops `job` and puts it
-        back into the queue, where it is pending.
+        Jobs in the partition 'high' preempt `job`: Slurm stops it and puts it back into the queue,
+        where its state is 'PENDING'.
         """
         output = self.cluster.call(
             'sbatch',

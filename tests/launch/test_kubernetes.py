@@ -99,7 +99,7 @@ def expand_as_kubelet(text: str, env: dict[str, str]) -> str:
 
 
 def validation_problems(manifests: list[str]) -> list[list[str]]:
-    """The problems of each manifest, by validate_manifest.py in a Python of its own."""
+    """The problems that validate_manifest.py finds in each manifest, as lists of messages."""
     script = Path(__file__).with_name('validate_manifest.py')
     output = subprocess.check_output([PYTHON, str(script)], input=json.dumps(manifests), text=True)
     return [problems for _, problems in json.loads(output)]
@@ -166,12 +166,12 @@ def test_a_pod_has_the_settings_of_its_accelerator(case):
     assert cache['value'] == f'/runs/.jax-cache-{kind}'
     assert ('runAsUser' in text) == (not is_gpu(case))
 
-    # The Job or JobSet restarts what fails, and not the pod.
+    # A pod that fails is replaced by the Job or JobSet, and does not restart itself.
     assert pod['restartPolicy'] == 'Never'
     # The case 'any gpu' sets --grace=40, and the default is 300 seconds.
     grace = 40 if case == 'any gpu' else 300
     assert pod['terminationGracePeriodSeconds'] == grace
-    # Without OnRootMismatch, a mount would change the modes of all files to those of fsGroup.
+    # With fsGroup, a mount changes the modes of all files, unless OnRootMismatch is set.
     assert ('"fsGroup"' in text) == ('OnRootMismatch' in text)
 
 
@@ -252,7 +252,7 @@ def test_exit_codes_decide_whether_a_worker_restarts(case):
 
 @pytest.mark.parametrize('case', ['tpu', 'v5p', 'gpu', 'any gpu'])
 def test_exit_codes_decide_whether_a_run_restarts(case):
-    """A run is a JobSet of one job, whose failure policy restarts it except after exit code 2.
+    """A run is a JobSet of one job. Its failure policy restarts it, except after exit code 2.
 
     Exit code 2 means a wrong setting, and 75 means that the run was stopped with a checkpoint.
     """
@@ -274,7 +274,7 @@ def test_exit_codes_decide_whether_a_run_restarts(case):
     assert set(wrong_setting['onJobFailureReasons']) == {'PodFailurePolicy'}
     assert set(stopped['onJobFailureReasons']) == {'PodFailurePolicy'}
 
-    # The pattern of the first rule matches the controller's message for exit code 2 alone.
+    # The pattern of the first rule matches only the controller's message for exit code 2.
     pattern = wrong_setting['onJobFailureMessagePatterns'][0]
     assert pattern in 'failed with exit code 2 matching FailJob rule at index 0'
     assert pattern not in 'failed with exit code 75 matching FailJob rule at index 0'
@@ -300,7 +300,7 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
 
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
     """The launcher calls `kubectl create`, and ends with its exit code."""
-    # The stand-in for kubectl writes down its arguments and its input, and ends with 3.
+    # The stand-in for kubectl writes its arguments and its input to files, and ends with 3.
     script = f'#!/bin/sh\necho "$@" >>{tmp_path}/arguments; cat >{tmp_path}/yaml; exit 3\n'
     write_program(tmp_path / 'kubectl', script)
     flags = ('--accelerator=a3-2x8', '--namespace=lab')
@@ -310,6 +310,6 @@ def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
     )
 
     assert finished.returncode == 3
-    # One line of arguments is one call. `-f -` reads the manifest from the input.
+    # kubectl is called once, so there is one line. `-f -` reads the manifest from the input.
     assert (tmp_path / 'arguments').read_text() == 'create --namespace=lab -f -\n'
     assert (tmp_path / 'yaml').read_text() == rendered_manifest(*flags, arguments=TRAIN[1:])

@@ -72,7 +72,7 @@ WRONG = [
 def test_a_wrong_command_line_is_refused_before_anything_is_called(
     name, arguments, words, tmp_path
 ):
-    """The launcher ends with 2 and one sentence, which has all of these words."""
+    """The launcher ends with exit code 2, and prints one sentence that has each of `words`."""
     # Stand-ins for sbatch, gcloud, kubectl and sky leave the file 'called' if they are called.
     for tool in TOOLS.values():
         write_program(tmp_path / tool, f'#!/bin/sh\ntouch {tmp_path}/called\n')

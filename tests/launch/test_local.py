@@ -71,13 +71,13 @@ CPU_DEVICES = "JAX_PLATFORMS=cpu XLA_FLAGS='--xla_a=1 --xla_force_host_platform_
 def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
     """A line for each of two processes has its rank, its variables and its command."""
     argument = "--config.name=two $HOME 'words'"
-    # Each quote is written as '"'"', as shlex does.
+    # Like shlex, the launcher writes each single quote as '"'"'.
     quoted_argument = "'--config.name=two $HOME '\"'\"'words'\"'\"''"
     variables = {'QKATTN_VENV': '/v', 'CUDA_VISIBLE_DEVICES': '4,5,6', 'XLA_FLAGS': '--xla_a=1'}
 
     text = dry_run('local', '--processes=2', flag, command=(*TRAIN, argument), **variables)
 
-    # The processes of a job meet at a port that was free.
+    # The launcher has chosen a free port, at which the processes of the job meet.
     port = re.search(r'127\.0\.0\.1:(\d+)', text)[1]
     lines = text.splitlines()
     assert len(lines) == 2
@@ -101,10 +101,11 @@ def test_a_dry_run_prints_what_would_be_started(flag, setting_of_rank):
     ],
 )
 def test_a_job_is_started_again_by_its_exit_code(plan, exit_code, num_starts, message, tmp_path):
-    """The exit code of a job is that of the process that failed first.
+    """A job ends with the exit code of the process that failed first.
 
-    Exit code 75 means that a checkpoint is saved, and the job is started again. After 2, a wrong
-    setting, it is not. Any other code is a crash, after which one retry is allowed here.
+    After 75, a checkpoint is saved and the job starts again. After 2, a wrong setting, it does
+    not. Any other code but 0 is a crash, and one retry is allowed here. A process with '-late' in
+    its plan ends half a second later.
     """
     job = start_job(tmp_path, plan, '--retries=1')
     output, errors = job.communicate(timeout=60)
@@ -146,6 +147,11 @@ def any_process_is_running(directory: Path) -> bool:
     ],
 )
 def test_no_process_of_a_job_is_left_running(plan, sent_signal, exit_code, num_saved, tmp_path):
+    # The two words of `plan` say what the two processes do:
+    # 'saves' waits for SIGTERM, prints 'saved' and ends with 75.
+    # 'ignores' ignores SIGTERM, so SIGKILL follows after the 2 s of --grace.
+    # 'dies' waits, and SIGTERM ends it.
+    # 'leaves' ends with 0 and leaves a child process behind.
     job = start_job(tmp_path, plan, '--grace=2', '--retries=0')
     wait_until_started(tmp_path)
     if sent_signal is not None:
@@ -167,9 +173,9 @@ def test_no_process_of_a_job_is_left_running(plan, sent_signal, exit_code, num_s
 def test_a_third_interrupt_kills_the_processes(
     plan, num_interrupts, exit_code, num_saved, tmp_path
 ):
-    """Ctrl-C asks the two processes to save. The third one kills them by SIGKILL.
+    """The first Ctrl-C asks both processes to save, and the third one kills them.
 
-    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75; one that 'ignores' goes on.
+    On SIGTERM, a process that 'saves' prints 'saved' and ends with 75. One that 'ignores' goes on.
     """
     job = start_job(tmp_path, plan, '--retries=0')
     wait_until_started(tmp_path)

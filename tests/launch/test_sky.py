@@ -47,7 +47,7 @@ def test_skypilot_reads_the_tasks(tmp_path):
     train, _ = yaml_and_commands(GPUS, command=('train', *AWKWARD))
     study, _ = yaml_and_commands(GPUS, '--workers=2', command=('ablate', *AWKWARD))
     texts = [train_file, study_file, train, study]
-    # The GPUs are those of the two files. The launcher gives others on the command line of `sky`.
+    # Tasks of the launcher have the GPUs of the two files. The flag GPUS is passed to `sky`.
     accelerators_of_tasks = [{'H100': 8}, {'H100': 1}, {'H100': 8}, {'H100': 1}]
 
     output = subprocess.check_output(
@@ -66,7 +66,7 @@ def test_skypilot_reads_the_tasks(tmp_path):
         assert script == yaml.safe_load(text)['run']
         assert accelerators == expected_accelerators
         assert use_spot is True
-        # A task starts again after exit code 75 alone.
+        # SkyPilot restarts a task only after exit code 75.
         assert recovery['recover_on_exit_codes'] == [75]
         assert recovery['max_restarts_on_errors'] == 0
 
@@ -74,8 +74,8 @@ def test_skypilot_reads_the_tasks(tmp_path):
 def start_on_node(home: Path, task: str, *, has_gpus: bool = True, **variables: str) -> dict:
     """Runs the script of a task as a node of SkyPilot does, with a stand-in for qkattn.
 
-    The home directory of the node is `home`, and `variables` are those of SkyPilot. A node with
-    GPUs has the program nvidia-smi.
+    The node has the home directory `home`, and SkyPilot sets `variables`. A node with GPUs has the
+    program nvidia-smi.
 
     Returns:
         How the stand-in was started: a dictionary with its 'arguments' and its variables, 'env'.
@@ -145,8 +145,8 @@ def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
     """For two workers, `sky` is called twice, with the commands that a dry run prints."""
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
     _, dry_commands = yaml_and_commands(*flags, command=STUDY)
-    # The stand-in for sky writes its arguments and its directory to 'calls', one a line.
-    # It copies the file of its last argument, which is the task.
+    # The stand-in for sky appends its arguments and its directory to 'calls', one per line.
+    # Its last argument is the file of the task, which it copies to 'yaml'.
     script = f'printf "%s\\n" "$@" "$PWD" >>{tmp_path}/calls; cp "${{@: -1}}" {tmp_path}/yaml\n'
     write_program(tmp_path / 'sky', f'#!/usr/bin/env bash\n{script}')
 
@@ -154,16 +154,18 @@ def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
 
     assert finished.returncode == 0
     lines = (tmp_path / 'calls').read_text().splitlines()
+    # Both calls have the same number of arguments.
     lines_per_call = len(lines) // 2
     calls = [lines[:lines_per_call], lines[lines_per_call:]]
     for worker, (call, dry_command) in enumerate(zip(calls, dry_commands, strict=True)):
         *arguments, task_file, directory = call
-        # The last argument, the file of the task, lies in a temporary directory.
+        # The file of the task lies in a temporary directory, so its path is not compared.
         assert ['sky', *arguments] == dry_command[:-1]
         assert task_file.endswith('/job.yaml')
         assert directory == str(launchers.ROOT)
-        # The words after `sky jobs launch` begin with the name.
+        # The first flag after `sky jobs launch` is the name.
         assert dry_command[3:5] == ['--name', f'qkattn-{worker}']
+        # --on_demand adds --no-use-spot, TPUs need EXTRAS=tpu,gcs, and 3 retries are the default.
         for argument in ('--no-use-spot', 'A=b c', 'EXTRAS=tpu,gcs', 'RETRIES=3'):
             assert argument in dry_command
     assert yaml.safe_load((tmp_path / 'yaml').read_text())['num_nodes'] == 1

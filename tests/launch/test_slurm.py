@@ -67,9 +67,9 @@ def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, sbatc
 def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
     """The script of a job asks Slurm how often the job has crashed, and by default retries 3 times.
 
-    Without an answer, it takes the number of restarts, here 1, for the number of crashes.
+    If Slurm does not answer, the script counts each restart, here 1, as a crash.
     """
-    # Stand-ins for the programs of Slurm: the task crashes, and squeue gives no answer.
+    # Stand-ins for programs of Slurm: srun crashes, and squeue gives no answer.
     launchers.write_program(tmp_path / 'srun', '#!/bin/sh\nexit 200\n')
     launchers.write_program(tmp_path / 'squeue', '#!/bin/sh\nexit 1\n')
     # scontrol prints its arguments.
@@ -88,7 +88,7 @@ def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
         text=True,
     )
 
-    # This crash is the second, and it is retried.
+    # This is the second of at most 4 crashes, so the job is requeued.
     assert finished.returncode == 1
     assert finished.stdout == 'update JobId=7 Comment=crashes=2\nrequeue 7\n'
 
@@ -139,11 +139,11 @@ def wait_until_started(jobs: Jobs, job: str, restart: int = 0, num_processes: in
 
 @pytest.mark.slow
 def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
-    """Two jobs have two processes each, which run a shell script in place of qkattn.
+    """The two processes of a job get its arguments, and a port that only this job uses.
 
-    The processes of a job meet at a port of their own.
+    Instead of qkattn, the processes of both jobs run a shell script.
     """
-    # Each process writes its arguments and its port, each with a NUL, to the file JOB-RANK.
+    # Each process writes its arguments and its port to the file JOB-RANK, a NUL after each.
     script = 'printf "%s\\0" "$@" $JAX_COORDINATOR_PORT >$SLURM_JOB_ID-$SLURM_PROCID'
     arguments = ('train', '--config=small', '--workdir=runs/small', *AWKWARD)
     jobs = [submit(stand_in_jobs, script, '--nodes=2', '--', *arguments) for _ in range(2)]
@@ -153,23 +153,23 @@ def test_every_process_gets_the_arguments_unchanged(stand_in_jobs):
         stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=0)
         for rank in range(2):
             text = (stand_in_jobs.directory / f'{job}-{rank}').read_text()
-            # Nothing follows the last NUL.
+            # The last part of the split, after the last NUL, is empty.
             *arguments_of_process, port, _ = text.split('\0')
             assert arguments_of_process == list(arguments)
             processes_per_port[int(port)] += 1
 
     assert list(processes_per_port.values()) == [2, 2], 'one port per job'
-    # Ports below 1024 are reserved, and Linux gives those from 32768 on to clients.
+    # Ports below 1024 are reserved, and Linux gives ports from 32768 on to clients.
     assert min(processes_per_port) > 1024
     assert max(processes_per_port) < 32768
 
 
 def script_that_fails(rank: int, exit_code: int) -> str:
-    """A script for two processes: one fails, and the other one runs SAVE_ON_SIGTERM.
+    """A script for two processes: the process `rank` ends with `exit_code`, and the other with 75.
 
-    The one of `rank` ends with `exit_code`. Slurm then sends SIGTERM to the other one, which ends
-    with 75. Before it handles SIGTERM, it would be killed instead. So the failure waits for the
-    file 'started-RANK-RESTART', which the other one writes when it is ready.
+    When the process `rank` fails, Slurm sends SIGTERM to the other process. That process runs
+    SAVE_ON_SIGTERM, which writes the file 'started-RANK-RESTART' once it handles SIGTERM. The
+    failure waits for this file, because an earlier SIGTERM would kill the process.
     """
     other_rank = 1 - rank
     return f"""
@@ -183,7 +183,7 @@ def script_that_fails(rank: int, exit_code: int) -> str:
 
 @pytest.mark.slow
 def test_a_crash_is_retried(stand_in_jobs):
-    """Process 1 crashes at each of two starts, and one retry is allowed."""
+    """Process 1 crashes at both starts, and one retry is allowed."""
     script = script_that_fails(rank=1, exit_code=1)
 
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
@@ -210,8 +210,8 @@ def test_a_wrong_setting_is_not_retried(stand_in_jobs):
 def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     """A job of two processes has four starts: stopped, preempted, crashed and finished.
 
-    The processes run a shell script in place of qkattn. At its first two starts, it waits, and
-    ends with 75 on SIGTERM. The number of restarts is empty at the first start.
+    The processes run a shell script instead of qkattn. At the first two starts, the script waits
+    for SIGTERM and then ends with 75. SLURM_RESTART_COUNT is empty at the first start.
     """
     script = f"""
     case $SLURM_RESTART_COUNT in
@@ -221,10 +221,10 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     esac"""
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
 
-    # The first start is stopped by SIGTERM, which Slurm also sends before the time limit.
+    # SIGTERM stops the first start. Slurm also sends SIGTERM before a time limit.
     wait_until_started(stand_in_jobs, job)
     stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)
-    # The second start gives way to a job of a higher priority.
+    # A job of a higher priority preempts the second start.
     wait_until_started(stand_in_jobs, job, restart=1)
     stand_in_jobs.preempt(job)
 
@@ -241,7 +241,8 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
-    """Limits are whole minutes, and Slurm looks at them about once a minute."""
+    """Time limits are whole minutes, and Slurm checks them about once a minute."""
+    # The script waits 2400 * 0.1 s = 4 minutes for SIGTERM.
     save_within_four_minutes = SAVE_ON_SIGTERM.replace('600', '2400')
     script = f'[[ -z $SLURM_RESTART_COUNT ]] || exit 0; {save_within_four_minutes}'
 
@@ -253,7 +254,7 @@ def test_a_job_is_requeued_three_minutes_before_its_time_limit(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
-    """The process of the job saves and ends with 75, which otherwise requeues a job."""
+    """The process saves and ends with 75, which would requeue a job that is not cancelled."""
     job = submit(stand_in_jobs, SAVE_ON_SIGTERM, *TRAIN)
     wait_until_started(stand_in_jobs, job, num_processes=1)
 
@@ -268,11 +269,11 @@ def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in_jobs):
-    """The workers of a study are tasks 1 and 2 of an array of Slurm.
+    """The workers of a study are tasks 1 and 2 of a Slurm array, and only task 2 crashes.
 
-    The last task of an array has the array's own number, whose requeue would restart all tasks.
+    The last task has the same number as the array. Requeuing that number would restart all tasks.
     """
-    # Task 2 fails at its first start, where the number of restarts is empty.
+    # Task 2 fails at its first start, because SLURM_RESTART_COUNT is empty there.
     script = '[[ $SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT != 2 ]]'
 
     array = submit(stand_in_jobs, script, '--workers=2', '--', 'ablate', '--workdir=x')
@@ -310,9 +311,9 @@ def training(cluster, tmp_path, data_dir):
 
 
 def kill_process(job: str, rank: int) -> None:
-    """Kills the process that trains as a rank of a job, by SIGKILL.
+    """Sends SIGKILL to the process that trains as a rank of a job.
 
-    It is the process of Python that has the variables of Slurm for this job and rank.
+    The process runs Python, and has Slurm's variables for this job and rank.
     """
     job_variable = f'SLURM_JOB_ID={job}'.encode()
     rank_variable = f'SLURM_PROCID={rank}'.encode()
@@ -342,7 +343,7 @@ def wait_for_some_steps(training: Jobs, job: str) -> None:
 
 @pytest.mark.slow
 def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
-    """A run that is preempted, and then loses a process, ends as an undisturbed one."""
+    """A run that is preempted, and then loses a process, ends like an undisturbed run."""
     (training.directory / 'run.py').write_text(RUN_CONFIG)
     run = ('--nodes=2', '--', 'train', '--config=run.py')
     undisturbed_job = training.submit(*run, '--workdir=undisturbed')
@@ -360,8 +361,8 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     print(log)
     assert end.state == 'COMPLETED', log
     assert end.exit_code == '0:0', log
-    # The preemption and the crash are followed by a restart each. Late signals of srun to the
-    # killed step can reach the next step, which has the same name, so there may be more.
+    # The preemption and the crash each cause a restart. There may be further restarts, because
+    # late signals of srun to the killed step can reach the next step, which has the same name.
     assert end.restarts >= 2, log
     assert 'DUE TO PREEMPTION' in log
     resumptions = re.findall(r'^0: resuming at step ', log, re.MULTILINE)

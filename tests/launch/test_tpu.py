@@ -90,30 +90,30 @@ def test_watch_creates_sets_up_starts_and_observes():
 
 
 class Watched(NamedTuple):
-    verbs: list[str]  # those that `watch` ran, such as ['create', 'setup']
+    verbs: list[str]  # the verbs that `watch` ran, such as ['create', 'setup']
     exit_code: int
-    states_left: list[str | None]  # those that `watch` did not ask for
+    states_left: list[str | None]  # the states that `watch` did not ask for
 
 
 @pytest.fixture
 def watch(monkeypatch):
     """watch(states) runs `launch/tpu.py watch` on a slice that goes through these states.
 
-    A slice is a group of hosts with TPUs. A state in capitals is that of the slice, such as
-    'PROVISIONING'. Words in small letters are the states of the hosts of an active slice, such as
-    'running exit75'. The state is '' if there is no slice, and None if gcloud does not answer.
+    A slice is a group of hosts with TPUs. A state in capitals, such as 'PROVISIONING', is a state
+    of the slice. Words in small letters, such as 'running exit75', are the states of the hosts of
+    an active slice. The state is '' if there is no slice, and None if gcloud does not answer.
     """
     monkeypatch.syspath_prepend(str(LAUNCH))
     tpu = importlib.import_module('tpu')
 
     def run_watch(states: list[str | None], *flags: str, verbs_fail: bool = False) -> Watched:
-        """Runs `watch`, whose verbs, such as 'create', are noted and not executed."""
+        """Runs `watch`. Its verbs, such as 'create', are recorded instead of executed."""
         states_left = list(states)
         verbs = []
         host_lines = ''  # what the hosts of the current state print
 
         def output_of(command: list[str]) -> str | None:
-            """Stands in for gcloud.
+            """Replaces gcloud.
 
             A question about the slice takes the next state. A question about its hosts, `gcloud
             compute tpus tpu-vm ssh`, is answered from the same state.
@@ -134,7 +134,7 @@ def watch(monkeypatch):
             return 'ACTIVE\n'
 
         def execute(options, verb: str) -> bool:
-            """Stands in for the commands of a verb; returns whether they fail."""
+            """Replaces the commands of a verb, and returns whether they fail."""
             verbs.append(verb)
             return verbs_fail
 
@@ -195,8 +195,8 @@ def watch(monkeypatch):
 def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, exit_code):
     """`watch` creates the slice, sets up its hosts, and runs the command until it has ended.
 
-    Words in small letters are the states of hosts, such as 'running exit75'. Where the codes of
-    hosts differ, 2 (a wrong setting) comes first, then a crash, then 75 (stopped), then 0.
+    Words in small letters are the states of hosts, such as 'running exit75'. If the exit codes of
+    hosts differ, `watch` returns 2 (a wrong setting), or else a crash, or else 75 (stopped).
     """
     watched = watch(states)
 
@@ -234,9 +234,9 @@ def state_of(host: Path) -> str:
 
 @pytest.fixture
 def host(tmp_path):
-    """A home directory as on a host: with the launcher's scripts, and a stand-in for qkattn.
+    """The home directory of a host, with the launcher's scripts and a stand-in for qkattn.
 
-    The stand-in does what the file `plan` says for each start, and by default ends with 0.
+    Line n of the file `plan` says what the stand-in does at start n. Without it, it ends with 0.
     """
     if not shutil.which('flock') or not shutil.which('setsid'):
         pytest.skip('flock and setsid of Linux are not installed')
@@ -256,7 +256,7 @@ def run_training(host: Path) -> subprocess.CompletedProcess:
 
 
 def test_arguments_arrive_on_a_host_unchanged(host):
-    """Arguments and variables have quotes and dollar signs, on which a shell could act."""
+    """Arguments and variables have quotes and dollar signs, which a shell could interpret."""
     run = gcloud_command('run', *WHERE, "--env=TOKEN=a 'b' $c", command=('train', *AWKWARD))
 
     finished = on_host(host, command_on_hosts(run))
@@ -301,7 +301,7 @@ def test_a_program_is_started_again_by_its_exit_code(
 
 
 def test_a_host_runs_once_until_it_is_stopped(host):
-    """A second run is not started beside the first, and a second stop finds nothing to stop."""
+    """No second run starts while the first one runs. A second stop finds nothing to stop."""
     stop = command_on_hosts(gcloud_command('stop', *WHERE, '--grace=30'))
     # Each start waits for SIGTERM, saves, and ends with 75.
     (host / 'plan').write_text('saves\nsaves')
@@ -319,7 +319,7 @@ def test_a_host_runs_once_until_it_is_stopped(host):
     assert len(starts_of(host)) == 1
     assert on_host(host, stop).stdout == 'not running\n'
 
-    # A host that goes down leaves no exit code, and no process that holds the lock.
+    # After a host has gone down, there is no exit code, and no process holds the lock.
     (host / 'qkattn-run/exit').unlink()
     assert state_of(host) == 'lost'
 
@@ -327,12 +327,12 @@ def test_a_host_runs_once_until_it_is_stopped(host):
 def test_setup_updates_no_packages_under_a_job(host):
     """Packages that a running job has loaded must not change, so `setup` looks for a job first.
 
-    Each start of Python is noted, as that of pip or of the job. The first setup starts it twice,
-    and the job once. The second setup starts it once.
+    `starts_of` has every start of Python, by pip or by the job. The first setup starts Python
+    twice, the job once, and the second setup once.
     """
     # The first two starts end with 0. The third waits for SIGTERM, saves, and ends with 75.
     (host / 'plan').write_text('0\n0\nsaves')
-    # An environment exists already, which `venv.sh` would otherwise make.
+    # The virtual environment exists already, so `venv.sh` does nothing.
     write_program(host / 'qkattn/launch/venv.sh', '#!/bin/sh\n')
     (host / 'qkattn/.venv/qkattn-stamp').touch()
     update_packages = ['-m', 'pip', 'install', '--quiet', '-r', 'requirements.txt']
@@ -345,7 +345,7 @@ def test_setup_updates_no_packages_under_a_job(host):
     run_training(host)
     wait_until(lambda: len(starts_of(host)) == 3)
 
-    # Under a job, setup only installs qkattn.
+    # While the job runs, setup only installs qkattn.
     assert on_host(host, 'qkattn/launch/host.sh setup').returncode == 0
     assert len(starts_of(host)) == 4
     assert starts_of(host)[3]['arguments'] != update_packages
