@@ -45,7 +45,7 @@ def apply_conversions(conversions: str, layer: Attention) -> Attention:
 
 
 def difference(converted: Attention, layer: Attention) -> float:
-    """The largest difference between the outputs of two layers, as a relative error."""
+    """The largest relative error between the outputs of two layers."""
     leaves = jax.tree.leaves(layer)
     dtype = leaves[0].dtype if leaves else jnp.float64
     x_BTD = stream(d_model=layer.spec.d_model).astype(dtype)

@@ -36,7 +36,7 @@ def save_checkpoint(
         state: The state.
         step: The step under which it is saved.
         alive: For each trial, whether it has not diverged.
-        factor: The factor by which the saved parameters differ from those of the state.
+        factor: The saved parameters are the parameters of the state times this factor.
         keep: The number of newest checkpoints that are not deleted.
     """
     trials = dict(state['trials'], alive=jnp.array(alive))
@@ -96,9 +96,9 @@ def test_a_loaded_run_describes_itself(trained):
 
 @pytest.fixture(scope='module')
 def run_with_three_checkpoints(trained, tmp_path_factory):
-    """The directory of a run with checkpoints of steps 4, 6 and 8; tests only read it.
+    """The directory of a run with checkpoints of steps 4, 6 and 8. Tests only read it.
 
-    Their parameters are those of step 4 times 1, 3 and 5. In the newest, trial 1 has diverged.
+    The checkpoints have the parameters of step 4 times 1, 3 and 5. Trial 1 has diverged in step 8.
     """
     run = shutil.copytree(trained.directory, tmp_path_factory.mktemp('runs') / 'run')
     save_checkpoint(run, trained.state, step=6, factor=3.0, alive=[True, True], keep=3)
@@ -112,7 +112,7 @@ def run_with_three_checkpoints(trained, tmp_path_factory):
 def test_the_newest_checkpoints_of_a_run_are_averaged(
     trained, run_with_three_checkpoints, average, mean_factor
 ):
-    """The checkpoints of steps 8, 6 and 4 have the parameters of step 4 times 5, 3 and 1."""
+    """The checkpoints of steps 8, 6 and 4 hold the same parameters times 5, 3 and 1."""
     run_with_step_4 = load(trained.directory)
     parameters_of_step_4 = jax.tree.leaves(run_with_step_4.params[1])
 

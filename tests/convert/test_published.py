@@ -30,8 +30,8 @@ ARGUMENTS = SIZES | {'block_size': T, 'dropout': 0.1, 'bias': True}
 def make_tensors(*, biases=True, mlp_width=F):
     """Random float32 tensors of a small GPT-2, by their names in the files of Hugging Face.
 
-    Its sizes are those at the top of the file: D is d_model, L is the number of layers, V is the
-    size of the vocabulary, and T is the context. The gains of the norms are near 1.
+    D is d_model, L is the number of layers, V is the size of the vocabulary, T is the context. The
+    gains of the norms are near 1.
     """
     # Token embeddings, position embeddings, and the final norm.
     shapes = {'wte': (V, D), 'wpe': (T, D), 'ln_f': (D,)}
@@ -302,6 +302,7 @@ def zeros(shape, dtype=np.float32):
         ('wpe.weight', np.full((T, D), np.nan, np.float32), "'wpe.weight' has values that are"),
         ('lm_head.weight', zeros((V, D)), "'lm_head.weight' differs from 'wte.weight'"),
         ('transformer.ln_f.bias', zeros((D,)), "'ln_f.bias' occurs twice"),
+        # The model has layers 0 to 2, and a much later layer makes layer 3 the first missing one.
         ('h.99999999999.ln_1.weight', zeros((D,)), "'h.3.ln_1.weight' is missing"),
     ],
 )
@@ -327,6 +328,7 @@ def test_a_gpt2_without_one_of_its_tensors_is_refused(tmp_path):
     ('settings', 'message'),
     [
         ({'n_layer': 4}, 'n_layer=4 .* num_layers=3'),
+        # None means 4 * n_embd = 64.
         ({'n_inner': None}, 'n_inner=64 .* mlp_width=48'),
         ({'n_head': 3}, 'd_model=16 must be a multiple of num_heads=3'),
         ({'n_head': 0}, 'num_heads=0 must be at least 1'),

@@ -51,7 +51,7 @@ def _search(
     empty_prefix_M = jnp.zeros(batch * beam, jnp.int32)
 
     def step(tokens_M, rows_M, cache):
-        """Appends token m to hypothesis rows_M[m]; returns the next logits and cache."""
+        """Appends token m to hypothesis rows_M[m], and returns the next logits and cache."""
         row_M, node_M = cache
         row_M = row_M[rows_M]
         node_M = child_node(node_M[rows_M], tokens_M, vocab)
@@ -268,9 +268,10 @@ def test_ties_go_to_the_lower_beam_then_to_the_lower_id():
 
 
 def test_ties_of_finished_hypotheses_go_to_the_first_one():
+    # There are 1 + 3 + 9 = 13 prefixes of fewer than 3 tokens.
     equal_logits_BNV = np.zeros((1, 13, V), np.float32)
 
-    # Every hypothesis has the score -log 3.
+    # A score is (-length * log 3) / length, so every hypothesis has the score -log 3.
     best = search(equal_logits_BNV, separator=0, beam=3, num_tokens=3)
 
     assert best.tokens_BKT[0].tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]

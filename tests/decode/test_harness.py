@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 
 @dataclasses.dataclass
 class Request:
-    """Stands for an Instance of the harness."""
+    """Replaces the class Instance of the harness."""
 
     args: tuple[Any, ...]
 
@@ -67,7 +67,7 @@ class NumpyDecoder:
 
         V is the number of ids of the tokenizer. The model has further ids, which are left out.
         """
-        p = self.p  # parameters by path; in blocks, the first axis is the layer
+        p = self.p  # in parameters of blocks, the first axis is the layer
         T = len(tokens)
         x_TD = p['w_embedding_VD'][tokens] + p['w_position_TD'][:T]
 
@@ -251,6 +251,7 @@ def test_windows_score_each_token_once():
     first, second = rows
     assert first.tokens == [9, 0, 1, 2, 3]
     assert first.num_scored == 4
+    # The second window also reads 1, 2 and 3. Only the new tokens 4 and 5 are scored.
     assert second.tokens == [1, 2, 3, 4, 5]
     assert second.num_scored == 2
 

@@ -15,7 +15,7 @@ from qkattn.study import variant_catalogue
 from tests.attention import examples
 from tests.lanes import mostly_slow, slow_except
 
-# Rolled layers compile faster; an output matrix of its own keeps tokens from predicting themselves.
+# Rolled layers (scan_unroll=1) compile faster. Tied embeddings would let tokens predict themselves.
 CONFIG = ModelConfig(
     **dict(d_model=32, num_layers=2, num_heads=4, context=12, vocab_size=50, d_ff=32),
     **dict(tied_embeddings=False, scan_unroll=1),
@@ -62,7 +62,7 @@ def make_model(**fields) -> Decoder | EncoderDecoder:
 
 
 def cached_logits(model, tokens_BT, cache, chunk=CHUNK):
-    """Appends the tokens to a cache in chunks; returns the logits after each chunk."""
+    """Appends the tokens to a cache in chunks, and returns the logits after each chunk."""
     num_tokens = tokens_BT.shape[1]
     logits_of_chunks = []
     for start in range(0, num_tokens, chunk):

@@ -232,7 +232,7 @@ def test_processes_share_the_work_of_a_translation(monkeypatch):
     for rank in (0, 1, 2):
         translate_as(rank)
 
-    # The batches have 2, 2, 2 and 1 of the 7 sources, and process 0 has the first and the last.
+    # The four batches have 2, 2, 2 and 1 sources. Process 0 has the first and the last batch.
     assert len(part_of_rank[0]) == 2 + 1
     assert len(part_of_rank[1]) == 2
     assert len(part_of_rank[2]) == 2

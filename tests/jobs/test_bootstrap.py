@@ -67,7 +67,7 @@ def test_a_local_job_listens_on_loopback_alone():
     # The coordinator of this job of one process has an address on 127.0.0.1.
     environment = environments(1)[0]
 
-    # The process prints the addresses at which it listens, as in /proc/net.
+    # The process prints the addresses at which it listens, in the hexadecimal of /proc/net.
     process = start_python(PRINT_LISTENING_ADDRESSES, **environment)
     code, printed, errors = wait_for_results([process])[0]
 

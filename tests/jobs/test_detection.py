@@ -25,6 +25,7 @@ SLURM = {
     'SLURM_LOCALID': '1',
     'SLURM_NTASKS': '5',
 }
+# 61440 + 5000 % 4096 = 62344 is the port that jax computes from the job ID.
 SLURM_JOB = Job(num_processes=4, process_id=3, engine='slurm', coordinator='gpu007:62344')
 
 MPI = {
@@ -140,7 +141,7 @@ def test_a_job_is_detected_from_the_variables_of_its_engine(environ, job, detect
 def test_a_task_of_slurm_takes_its_share_of_the_visible_gpus(
     cuda_visible_devices, gpus_on_node, local_rank, expected_ids, detect_job, monkeypatch
 ):
-    """Two tasks share a node, so a task that sees all GPUs of the node takes half of them.
+    """Two tasks share a node. A task that sees all GPUs of the node takes half of them.
 
     A task that sees fewer GPUs takes all that it sees, because Slurm has given it these. An id is
     the index of a GPU among those that the task sees.

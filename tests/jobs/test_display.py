@@ -68,7 +68,7 @@ def terminal_that_can_redraw_lines(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_ticks_of_the_thread(monkeypatch):
-    """Tests call `tick`; the display's thread, which calls it too, could come between."""
+    """Only tests call `tick`. The display's thread, which also calls it, waits for an hour."""
     monkeypatch.setattr(display, '_TICK', 3600.0)
 
 

@@ -6,7 +6,7 @@ from qkattn.jobs import cli, environment, machine
 from tests.processes import ROOT, start_python, wait_for_results
 from tests.refusals import refused
 
-# Errors that jax raises where it cannot open a platform.
+# Errors that jax raises if it cannot open a platform.
 UNKNOWN_PLATFORM = RuntimeError(
     "Unable to initialize backend 'cdua': Backend 'cdua' is not in the list of known backends: "
     "['cpu', 'tpu']. (set JAX_PLATFORMS='' to automatically choose an available backend)"
@@ -17,7 +17,7 @@ NO_TPU_LIBRARY = RuntimeError(
 
 
 def assertion_of_jax() -> AssertionError:
-    """The error of jax where no platform of JAX_PLATFORMS has a device."""
+    """The error that jax raises if no platform of JAX_PLATFORMS has a device."""
     code = compile('assert None is not None', '/jax/_src/xla_bridge.py', 'exec')
     try:
         exec(code)

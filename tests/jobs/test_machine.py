@@ -146,7 +146,7 @@ def test_accelerators_are_counted_from_device_files(
     assert machine.accelerators(jax_platforms, tmp_path) == expected
 
 
-# Takes 64 MiB, writes and frees them twice; prints the page faults of the second time.
+# Twice takes 64 MiB, writes to them and frees them. Prints the page faults of the second time.
 PRINT_PAGE_FAULTS = """
     import ctypes, resource
     from qkattn.jobs.machine import keep_freed_memory
@@ -165,7 +165,7 @@ PRINT_PAGE_FAULTS = """
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), 'mallopt'), reason='malloc is not of glibc')
 def test_freed_memory_is_reused_without_page_faults():
-    """A variable of malloc that the user sets turns this off."""
+    """If the user sets a variable of malloc, here MALLOC_ARENA_MAX, memory is not kept."""
     by_default = start_python(PRINT_PAGE_FAULTS)
     with_variable = start_python(PRINT_PAGE_FAULTS, MALLOC_ARENA_MAX='4')
 

@@ -9,7 +9,7 @@ from qkattn.jobs.signals import EXIT_CONFIG, EXIT_REQUEUE
 from tests.lanes import slow_except
 from tests.processes import start_job, wait_for_results
 
-# A job with a failure. `stage` is where its processes are when something happens; `failure` is
+# A job with a failure. `stage` names what its processes do when something happens. `failure` is
 # what process 1 does then.
 JOB = """
     import hashlib, os, sys, time
@@ -74,7 +74,7 @@ JOB = """
 
 
 def start_job_until(line, stage, failure='none'):
-    """Starts a job of two processes; returns them once each has printed this line."""
+    """Starts a job of two processes, and returns them once each has printed this line."""
     processes = start_job(JOB, 2, stage, failure, PYTHONUNBUFFERED='')
     for process in processes:
         assert f'{line}\n' in process.stdout, process.stderr.read()
@@ -147,7 +147,7 @@ def start_failing_job(stage, failure='none'):
 
 
 def wait_for_process(process):
-    """Waits for one process of a job; returns its exit code, and its errors on one line."""
+    """Waits for a process, and returns its exit code and its standard error on one line."""
     code, _, error = wait_for_results([process], timeout=60)[0]
     return code, ' '.join(error.split())
 

@@ -214,7 +214,7 @@ def test_a_later_signal_keeps_the_exit_code(sent_signal):
 
 @pytest.mark.parametrize('sent_signal', SIGTERM_AND_SIGINT)
 def test_a_dry_run_that_is_stopped_is_not_requeued(sent_signal):
-    """A dry run leaves nothing to resume from, so its exit code does not ask for a new start."""
+    """A dry run has nothing to resume from, so its exit code asks for no new start."""
     program = """
     import time
     from qkattn.jobs import signals
@@ -350,7 +350,7 @@ def test_a_saved_state_is_reported_where_the_watcher_is_late():
 
 
 # A thread ends the process while the main thread writes a file. `announce` tells the other
-# processes of a job, which may then end this process; here it prints its arguments.
+# processes of a job, which may then end this process. Here, it only prints its arguments.
 END_FROM_A_THREAD = """
     import os, sys, threading, time, types
     from pathlib import Path

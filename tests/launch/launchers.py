@@ -21,9 +21,9 @@ TRAIN = ('train', '--config=small', '--workdir=gs://b/small')
 AWKWARD = ('--workdir=gs://b/r', '--a=b c\'d"e', '--x=$HOME $(id) `id` \\', '--y=one\ntwo')
 AWKWARD += ('', '*', '--z=$(NAME) $$ é;&|')
 
-# Stands for `.venv/bin/python -m qkattn`. Line n of ~/plan says what start n does, with a word for
+# Replaces `.venv/bin/python -m qkattn`. Line n of ~/plan says what start n does, with a word for
 # each process of the job:
-#   2        ends with this exit code (0 where the plan has no such line)
+#   2        ends with this exit code (0 if the plan has no such line)
 #   2-late   ends with it half a second later
 #   leaves   ends with 0 and leaves a child process behind
 #   saves    waits; on SIGTERM prints 'saved' and ends with 75

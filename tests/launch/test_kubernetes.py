@@ -232,7 +232,7 @@ def test_workers_and_tpu_hosts_need_no_addresses(case, names):
 
 
 def pod_failure_rules(job: dict) -> list[tuple[str, list[int] | str]]:
-    """(action, exit codes) of each rule, or (action, 'disrupted') where it has no exit codes."""
+    """(action, exit codes) of each rule, or (action, 'disrupted') if it has no exit codes."""
     rules = []
     for rule in job['podFailurePolicy']['rules']:
         codes = rule['onExitCodes']['values'] if 'onExitCodes' in rule else 'disrupted'
@@ -291,7 +291,7 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
             lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
             assert math.prod(lengths) == num_chips
 
-            # The size in the name of an accelerator counts chips, or cores where a chip has two.
+            # A name such as 'v6e-16' has the number of chips, or of cores if a chip has two cores.
             size = tpu.units_per_chip * num_chips
             machine = hardware(f'{kind}-{size}')
             chips_per_host = machine.chips

@@ -114,7 +114,7 @@ WARNING = 'results end with'
 
 @pytest.mark.parametrize('name', ['tpu', 'kubernetes', 'sky'])
 def test_a_directory_that_is_lost_with_the_hosts_is_warned_of(name):
-    # init_from is read, so it does not matter where it lies.
+    # The run only reads init_from, so its location does not matter.
     init_from = '--config.train.init_from=gs://b/x'
     to_bucket = dry_run_errors(name, command=('train', '--workdir=gs://b/w', init_from))
     to_host = dry_run_errors(name, command=('train', '--workdir=runs/w', init_from))

@@ -15,7 +15,7 @@ from tests.launch.launchers import AWKWARD, STUDY, TRAIN, dry_run, launch, start
 
 PYTHON = os.environ.get('QKATTN_TEST_SKY_PYTHON')
 GPUS = '--accelerators=H100:8'
-# Loads tasks with SkyPilot's parser; prints what it understood.
+# Loads tasks with SkyPilot's parser, and prints what it understood.
 LOAD_TASKS = """
 import json, sys
 import sky

@@ -65,7 +65,7 @@ def test_a_dry_run_prints_what_would_be_submitted(flags, command, retries, sbatc
 
 
 def test_a_crash_is_retried_if_the_controller_does_not_answer(tmp_path):
-    """The script of a job asks Slurm how often the job has crashed, and by default retries 3 times.
+    """The script of a job asks Slurm how often the job has crashed, and allows 3 retries.
 
     If Slurm does not answer, the script counts each restart, here 1, as a crash.
     """
@@ -105,7 +105,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def stand_in_jobs(cluster, tmp_path):
-    """Jobs whose processes run a shell script instead of qkattn; see `submit`."""
+    """Jobs whose processes run a shell script instead of qkattn. `submit` writes the script."""
     program = tmp_path / 'venv/bin/python'
     launchers.write_program(program, '#!/usr/bin/env bash\nshift 2\n. ./stand_in.sh\n')
     return Jobs(cluster, tmp_path, tmp_path / 'venv')
@@ -123,7 +123,7 @@ def submit(jobs: Jobs, script: str, *arguments: object) -> str:
     return jobs.submit(*arguments)
 
 
-# A process that saves when it is asked to, as training does.
+# Like training, a process ends with 75 on SIGTERM. Here, it waits for at most 60 s.
 SAVE_ON_SIGTERM = """
 trap 'exit 75' TERM
 touch started-$SLURM_PROCID-${SLURM_RESTART_COUNT:-0}
@@ -189,6 +189,7 @@ def test_a_crash_is_retried(stand_in_jobs):
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
 
     log = stand_in_jobs.log_after(job, 'FAILED', '1:0', restarts=1)
+    # Process 1 runs on the second node, 127.0.0.2.
     assert log.count('process 1 on 127.0.0.2 ended with exit code 1\n') == 2
     assert log.count(f'job {job} crashed (1 of at most 2 times) and is requeued') == 1
     assert f'job {job} crashed 2 times and is not requeued' in log
@@ -269,7 +270,7 @@ def test_a_cancelled_job_stays_cancelled(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_worker_that_crashes_requeues_itself_alone(stand_in_jobs):
-    """The workers of a study are tasks 1 and 2 of a Slurm array, and only task 2 crashes.
+    """The workers are tasks 1 and 2 of a Slurm array, and only task 2 crashes.
 
     The last task has the same number as the array. Requeuing that number would restart all tasks.
     """
@@ -361,8 +362,8 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     print(log)
     assert end.state == 'COMPLETED', log
     assert end.exit_code == '0:0', log
-    # The preemption and the crash each cause a restart. There may be further restarts, because
-    # late signals of srun to the killed step can reach the next step, which has the same name.
+    # The preemption and the crash each cause a restart. There may be further restarts: a late
+    # signal of srun to the killed step can reach the next step, which has the same name.
     assert end.restarts >= 2, log
     assert 'DUE TO PREEMPTION' in log
     resumptions = re.findall(r'^0: resuming at step ', log, re.MULTILINE)

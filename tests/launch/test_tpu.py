@@ -196,7 +196,7 @@ def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, exit_c
     """`watch` creates the slice, sets up its hosts, and runs the command until it has ended.
 
     Words in small letters are the states of hosts, such as 'running exit75'. If the exit codes of
-    hosts differ, `watch` returns 2 (a wrong setting), or else a crash, or else 75 (stopped).
+    hosts differ, 2 (a wrong setting) goes before a crash, and a crash before 75 (stopped).
     """
     watched = watch(states)
 
