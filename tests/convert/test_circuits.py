@@ -157,6 +157,7 @@ def test_standard_attention_represents_every_linear_variant(variant, options):
 
     assert standard.spec.score == 'qk'
     assert standard.spec.value == 'vo'
+    # Without the option, each of the N heads has its own keys and values.
     assert standard.spec.num_kv_heads == options.get('num_kv_heads', N)
     assert difference(standard, layer) < 1e-12
 
@@ -284,6 +285,7 @@ def layers_without_a_common_block(size_of_small_rows: float, dtype) -> list[Atte
     ('size_of_small_rows', 'dtype'), [(1e-2, jnp.float32), (1e-5, jnp.float64)]
 )
 def test_a_small_block_is_gauge_fixed(gauge_fix, size_of_small_rows, dtype):
+    # Any 16 of the 32 rows have rows that are small in one of the two layers.
     layers = layers_without_a_common_block(size_of_small_rows, dtype)
 
     fixed_layers = gauge_fix(layers)
@@ -298,6 +300,7 @@ def test_a_small_block_is_gauge_fixed(gauge_fix, size_of_small_rows, dtype):
     ('size_of_small_rows', 'dtype'), [(1e-5, jnp.float32), (1e-9, jnp.float64)]
 )
 def test_a_block_too_close_to_singular_is_refused(gauge_fix, size_of_small_rows, dtype):
+    # Any 16 of the 32 rows have rows that are tiny in one of the two layers.
     layers = layers_without_a_common_block(size_of_small_rows, dtype)
 
     with refused('too close to singular for float', ConversionError):

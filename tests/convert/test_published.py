@@ -195,7 +195,7 @@ def test_a_gpt2_may_have_the_exact_gelu(tmp_path):
     ],
 )
 def test_a_nanogpt_has_the_logits_of_the_equations(prefix, biases):
-    """nanoGPT computes a GPT-2 with the exact GELU. Its files have other names and transposes."""
+    """A nanoGPT is a GPT-2 with exact GELU, other names of tensors and transposed weights."""
     tensors = make_tensors(biases=biases, mlp_width=4 * D)
     nanogpt_tensors = as_nanogpt(tensors, prefix)
 
@@ -247,6 +247,7 @@ def test_a_nanogpt_checkpoint_has_its_sizes_in_model_args():
         {'model': as_nanogpt(tensors), 'model_args': ARGUMENTS, 'iter_num': 7}
     )
 
+    # nanoGPT has the exact GELU, and a GPT-2 by default its approximation with tanh.
     assert config == dataclasses.replace(gpt2_config, activation='gelu')
     assert_same_parameters(params, gpt2_params)
 
@@ -302,7 +303,7 @@ def zeros(shape, dtype=np.float32):
         ('wpe.weight', np.full((T, D), np.nan, np.float32), "'wpe.weight' has values that are"),
         ('lm_head.weight', zeros((V, D)), "'lm_head.weight' differs from 'wte.weight'"),
         ('transformer.ln_f.bias', zeros((D,)), "'ln_f.bias' occurs twice"),
-        # The model has layers 0 to 2, and a much later layer makes layer 3 the first missing one.
+        # Files have layers 0 to 2. With a much later layer, layer 3 is the first missing one.
         ('h.99999999999.ln_1.weight', zeros((D,)), "'h.3.ln_1.weight' is missing"),
     ],
 )

@@ -211,7 +211,7 @@ def test_the_time_left_counts_no_compilation_twice(
 
 
 def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
-    """The display calls `study` in `begin`, and in evaluations once a minute has passed."""
+    """`begin` asks the study, and so do evaluations at least 60 s after the last question."""
     ask_study = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
     progress = show(io.StringIO(), 'x', 100, study=ask_study)
     progress.begin()
@@ -274,7 +274,7 @@ def test_a_duration_is_shown_in_hours_minutes_and_seconds(seconds, text):
 @pytest.mark.parametrize(
     ('columns', 'row'),
     [
-        # The validation loss does not fit, and the shorter fields after it do.
+        # Here, the validation loss does not fit. The shorter fields after it do.
         (60, 'share…_rate: step 1,200/4,000, 357,000 tokens/s, 00:22 left'),
         (80, 'shar…rate: step 1,200/4,000, validation loss 2.2500 to 2.5000, 357,000 tokens/s'),
         (
@@ -401,7 +401,7 @@ def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
         progress.begin()  # the phase 'first steps'
         wait(clock, progress, seconds=3)
 
-    # The first line is printed after 4 s, and each other line 4 s later.
+    # A line is printed every 4 s.
     # The phases begin after 0, 3, 6 and 9 s. A line shows for how long its phase has lasted.
     assert [time - start for time in stream.times] == [4, 8, 12]
     assert stream.getvalue().splitlines() == [

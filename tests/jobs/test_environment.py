@@ -80,6 +80,7 @@ def test_an_error_with_another_cause_is_not_a_wrong_setting(
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: accelerators)
     monkeypatch.setattr(machine, 'describe_accelerators', lambda: '4 NVIDIA GPUs')
 
+    # None means that the error is not explained.
     assert cli.outcome(error) is None
 
 

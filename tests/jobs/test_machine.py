@@ -96,6 +96,7 @@ def test_the_narrowest_control_group_limits_the_memory(linux):
     ],
 )
 def test_a_quota_of_cores_takes_evenly_spaced_cores(monkeypatch, quota, cores):
+    # A quota is rounded down to whole cores, but is at least one core.
     affinity = {9, 3, 4, 5, 6, 7, 8, 2}
     monkeypatch.setattr(os, 'sched_getaffinity', lambda _: affinity, raising=False)
     monkeypatch.setattr(machine, 'granted_cores', lambda: quota)

@@ -224,8 +224,8 @@ class Jobs:
     def preempt(self, job: str) -> None:
         """Lets a job of a higher priority take both nodes until `job` is requeued.
 
-        Jobs in the partition 'high' preempt `job`: Slurm stops it and puts it back into the queue,
-        where its state is 'PENDING'.
+        Jobs in the partition 'high' preempt `job`: Slurm stops it and puts it back into the queue.
+        Its state is then 'PENDING'.
         """
         output = self.cluster.call(
             'sbatch',

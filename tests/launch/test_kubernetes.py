@@ -291,7 +291,7 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
             lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
             assert math.prod(lengths) == num_chips
 
-            # A name such as 'v6e-16' has the number of chips, or of cores if a chip has two cores.
+            # The size in 'v6e-16' is a number of chips. In 'v5p-16' it is a number of cores.
             size = tpu.units_per_chip * num_chips
             machine = hardware(f'{kind}-{size}')
             chips_per_host = machine.chips

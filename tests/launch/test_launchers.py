@@ -91,6 +91,7 @@ def test_a_wrong_command_line_is_refused_before_anything_is_called(
 
 @pytest.mark.parametrize('name', TOOLS)
 def test_a_missing_tool_is_named(name, tmp_path):
+    # PATH has a program python, and not the tool of the launcher.
     write_program(tmp_path / 'bin/python', '')
     env = {'PATH': str(tmp_path / 'bin'), 'QKATTN_VENV': str(tmp_path)}
 

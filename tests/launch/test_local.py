@@ -104,8 +104,8 @@ def test_a_job_is_started_again_by_its_exit_code(plan, exit_code, num_starts, me
     """A job ends with the exit code of the process that failed first.
 
     After 75, a checkpoint is saved and the job starts again. After 2, a wrong setting, it does
-    not. Any other code but 0 is a crash, and one retry is allowed here. A process with '-late' in
-    its plan ends half a second later.
+    not. Any other code except 0 is a crash, and one retry is allowed here. With '-late', a process
+    ends half a second later.
     """
     job = start_job(tmp_path, plan, '--retries=1')
     output, errors = job.communicate(timeout=60)

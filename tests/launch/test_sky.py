@@ -110,6 +110,7 @@ def test_nodes_with_gpus_get_the_address_of_the_first_node(tmp_path):
 
     start = start_on_node(tmp_path, task, SKYPILOT_NUM_NODES='2', **SECOND_NODE)
 
+    # SECOND_NODE has rank 1. The first node, 10.0.0.7, is the coordinator.
     address, num_processes, process_id = TRIPLE
     assert start['arguments'] == ['-m', 'qkattn', *TRAIN_ARGUMENTS]
     assert start['env'][address] == '10.0.0.7:8476'

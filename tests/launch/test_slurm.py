@@ -197,6 +197,7 @@ def test_a_crash_is_retried(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_wrong_setting_is_not_retried(stand_in_jobs):
+    # Exit code 2 means a wrong setting.
     script = script_that_fails(rank=0, exit_code=2)
 
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
@@ -362,8 +363,8 @@ def test_a_disturbed_run_of_two_nodes_ends_bitwise_equal(training):
     print(log)
     assert end.state == 'COMPLETED', log
     assert end.exit_code == '0:0', log
-    # The preemption and the crash each cause a restart. There may be further restarts: a late
-    # signal of srun to the killed step can reach the next step, which has the same name.
+    # The preemption and the crash each cause a restart. There may be further restarts, because
+    # late signals of srun can reach the next step. It has the same name as the killed step.
     assert end.restarts >= 2, log
     assert 'DUE TO PREEMPTION' in log
     resumptions = re.findall(r'^0: resuming at step ', log, re.MULTILINE)

@@ -160,7 +160,7 @@ def watch(monkeypatch):
                 '',  # there is no slice: create it
                 'PROVISIONING',
                 'new new',  # two hosts without the code: set up, and run the command
-                None,
+                None,  # gcloud does not answer: wait
                 'running running',
                 'SUSPENDING',
                 'SUSPENDED',  # preempted: delete the slice, and create it again
@@ -196,7 +196,7 @@ def test_watch_does_what_the_states_of_a_slice_need(watch, states, verbs, exit_c
     """`watch` creates the slice, sets up its hosts, and runs the command until it has ended.
 
     Words in small letters are the states of hosts, such as 'running exit75'. If the exit codes of
-    hosts differ, 2 (a wrong setting) goes before a crash, and a crash before 75 (stopped).
+    hosts differ, 2 (a wrong setting) has priority, then a crash, then 75 (stopped).
     """
     watched = watch(states)
 
@@ -357,6 +357,7 @@ def test_a_stop_that_is_too_slow_is_reported(host):
     run_training(host)
     wait_until(lambda: starts_of(host))
 
+    # The stand-in saves for 0.3 s, and `stop` waits for 0.05 s.
     finished = on_host(host, 'qkattn/launch/host.sh stop 0.05')
 
     assert finished.returncode == 1
