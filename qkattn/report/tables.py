@@ -169,7 +169,7 @@ _OF_TEXT = {
     'form',
     'A[n]',
     'B[n]',
-    'no number, because',
+    'why a number is missing',
     'time, UTC',
     'event',
     'details',
@@ -291,8 +291,8 @@ def _laws(findings: Findings) -> Iterator[Row]:
             'A': NONE,
             'a': NONE,
             'R²': NONE,
-            'baseline parameters|per parameter': NONE,
-            'no number, because': NONE,
+            'worth of a parameter,|in baseline parameters': NONE,
+            'why a number is missing': NONE,
         }
         problems = list[Problem]()  # why numbers are missing
 
@@ -310,12 +310,12 @@ def _laws(findings: Findings) -> Iterator[Row]:
 
         worth = scaling.worth
         if isinstance(worth, Interval):
-            row['baseline parameters|per parameter'] = _bounded(worth)
+            row['worth of a parameter,|in baseline parameters'] = _bounded(worth)
         elif isinstance(worth, Problem):
             problems.append(worth)
 
         if problems:
-            row['no number, because'] = '; '.join(prose.clause(problem) for problem in problems)
+            row['why a number is missing'] = '; '.join(prose.clause(problem) for problem in problems)
         yield row
 
 

@@ -17,8 +17,8 @@ B1 = Claim(
     statement="With a single head, W_K' = W_K W_Q^T allows Q = X. The layer expresses the same "
     'functions with 3/4 of the attention parameters.',
     source='A forum thread: is W_Q needed?',
-    rule='Holds where the best Q = X gives the same softmax input in float64 with 3/4 of the '
-    'parameters; biases, RoPE and more heads are contexts.',
+    rule="Holds where Q = X with the best W_K' gives the same softmax input in float64 with 3/4 of "
+    'the parameters; biases, RoPE and more heads are contexts.',
     checks=(rewrites.queries_of_one_head, rewrites.queries_of_many_heads),
     conditions={'layer: single head': 'the layer has a single head, without biases or RoPE'},
 )
@@ -29,10 +29,9 @@ B2 = Claim(
     statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
     'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
-    rule='The loss is read on the test split. Holds if two intervals are as follows, at the '
-    "baseline's shape: the interval of the difference lies between 0.005 and 0.015, which round "
-    'to 0.01; and the interval of its growth from the first evaluation to the last lies below the '
-    'margin.',
+    rule="The loss is read on the test split, at the baseline's shape. Holds if the interval of the "
+    'difference lies between 0.005 and 0.015, which round to 0.01, and the interval of its growth '
+    'on the validation split, from the first evaluation to the last, lies below the margin.',
     reported='training loss +0.01',
     expectations=(
         Expectation(
@@ -49,8 +48,9 @@ B2 = Claim(
 B3 = Claim(
     name='B3',
     title='a trained head without W_Q differs only by a numerical effect',
-    statement='A trained single head with W_Q and W_K differs from a trained one with only '
-    "W_K' = W_K W_Q^T. The difference is a numerical effect: one product in place of two.",
+    statement='If a single head with W_Q and W_K, and one with only '
+    "W_K' = W_K W_Q^T, are both trained, they differ only by a numerical effect: one product in "
+    'place of two.',
     source='A forum thread on whether W_Q is needed, with an experiment.',
     rule='Fails where the softmax input of heads that start as one function, trained on the same '
     'sequences, differs by more than rounding in float64; the optimizer is a context.',
@@ -64,7 +64,7 @@ B4 = Claim(
     source='A forum thread that states both this and its opposite.',
     rule='Holds if, at equal parameter count, attention is not worse in any of three forms: '
     'without W_Q, where heads take slices of X as queries; without W_K, where heads take slices '
-    'of X as keys; and where every head reads all of X, which takes one matrix W_QK per head.',
+    'of X as keys; and where every head reads all of X, through one matrix W_QK of its own.',
     expectations=tuple(
         Expectation('lm_dropped', variant, 'not_worse', context={**reading, 'without': without})
         for variant, reading, without in (
@@ -75,7 +75,7 @@ B4 = Claim(
     ),
     conditions={
         'reading: all of X in every head': (
-            'every head reads all of X, which takes one D x D matrix W_QK per head'
+            'every head reads all of X through a D x D matrix W_QK of its own (merged/vo)'
         ),
     },
 )
@@ -108,7 +108,8 @@ B6 = Claim(
     source='A forum thread: removing a matrix acts like a lower learning rate.',
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
     'is more than the margin away from its difference after annealing, on the same seeds, each '
-    'arm at its own learning rate.',
+    'arm at its own learning rate. A fraction speaks against the claim only if every arm is shown '
+    'to change by less than the margin; otherwise it leaves the claim open.',
     measures=(Measure('lm_dropped', measures.early),),
     conditions={
         'fraction of the steps: 0.25': (
@@ -126,7 +127,7 @@ B7 = Claim(
     statement='W_Q W_K^T may have a low rank: below the head size, the loss at equal parameter '
     'count is not worse.',
     source='A forum thread: W_Q and W_K allow a low-rank W.',
-    rule='Holds if no rank below the head size, the rank of the baseline, is worse.',
+    rule='The rank of the baseline is the head size. Holds if no arm of lower rank is worse.',
     expectations=tuple(
         Expectation(
             'lm_rank', f'low_rank(rank={rank})/vo', 'not_worse', context={'rank': str(rank)}
