@@ -315,7 +315,9 @@ def _laws(findings: Findings) -> Iterator[Row]:
             problems.append(worth)
 
         if problems:
-            row['why a number is missing'] = '; '.join(prose.clause(problem) for problem in problems)
+            row['why a number is missing'] = '; '.join(
+                prose.clause(problem) for problem in problems
+            )
         yield row
 
 

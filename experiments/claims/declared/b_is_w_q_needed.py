@@ -29,9 +29,9 @@ B2 = Claim(
     statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
     'difference does not grow.',
     source='A forum thread with an experiment on a layer of one head.',
-    rule="The loss is read on the test split, at the baseline's shape. Holds if the interval of the "
-    'difference lies between 0.005 and 0.015, which round to 0.01, and the interval of its growth '
-    'on the validation split, from the first evaluation to the last, lies below the margin.',
+    rule="The loss is read on the test split, at the baseline's shape. Holds if the interval of "
+    'the difference lies between 0.005 and 0.015, which round to 0.01, and the interval of its '
+    'growth on the validation split, from the first evaluation to the last, lies below the margin.',
     reported='training loss +0.01',
     expectations=(
         Expectation(

@@ -32,7 +32,8 @@ C1 = Claim(
         'causal mask; diagonal the largest of its row, H > 2 ln T; diagonal has the largest score '
         'of all': (
             'T > D, for half of the information, and H > 2 ln T, for a diagonal entry that is the '
-            'largest of its row; at H = 64 and T = 64 it is never above the sum of the rest of its row'
+            'largest of its row; at H = 64 and T = 64 it is never above the sum of the rest of its '
+            'row'
         ),
     },
 )
