@@ -366,15 +366,20 @@ def wait(clock, progress, seconds):
         progress.tick()
 
 
+def wait_in_short_phases(clock, progress):
+    """Waits for 3 seconds in each of the phases before the first step."""
+    for phase in ('preparing data', 'compiling', 'initializing'):
+        with progress.phase(phase):
+            wait(clock, progress, seconds=3)
+
+
 def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
     """Lines are printed in short phases, in the first step, between steps and in evaluations."""
     stream = TimedStream(clock)
     start = clock.seconds
 
     with show(stream, 'x', total_steps=10) as progress:
-        for phase in ('preparing data', 'compiling', 'initializing'):
-            with progress.phase(phase):
-                wait(clock, progress, seconds=3)
+        wait_in_short_phases(clock, progress)
         progress.begin()
         wait(clock, progress, seconds=12)
         progress.update(step=1, loss=1.5)
@@ -395,9 +400,7 @@ def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
     start = clock.seconds
 
     with show(stream, 'x', total_steps=10) as progress:
-        for phase in ('preparing data', 'compiling', 'initializing'):
-            with progress.phase(phase):
-                wait(clock, progress, seconds=3)
+        wait_in_short_phases(clock, progress)
         progress.begin()  # the phase 'first steps'
         wait(clock, progress, seconds=3)
 
