@@ -2,16 +2,14 @@
 
 from experiments.claims.checks import counts, rewrites
 from experiments.claims.claim import Claim, Expectation
-
-WHY = 'A thread on the mathematics of self-attention: why two matrices?'
-HEADS = 'A thread on multi-head attention'
+from experiments.claims.declared import threads
 
 A1 = Claim(
     name='A1',
     title='one W_QK can replace W_Q and W_K',
     statement='softmax(X W_Q W_K^T X^T) can be written with one D x D matrix W_QK, whose rank '
     'is at most H.',
-    source=WHY,
+    source=threads.TWO_MATRICES,
     rule='Holds where one matrix gives the same softmax input and output in float64 and has rank '
     'H; what acts between W_Q and W_K is a context.',
     checks=(rewrites.one_matrix, rewrites.what_stands_between),
@@ -25,7 +23,7 @@ A2 = Claim(
     title='merging W_Q and W_K adds parameters if D > 2 H',
     statement='One matrix per head has D^2 parameters, and two have 2 D H. So merging adds '
     'parameters if and only if D > 2 H.',
-    source=WHY,
+    source=threads.TWO_MATRICES,
     rule='Holds if the parameters counted on layers are N D^2 and 2 N D H at every D and H, '
     'and merging adds parameters exactly where D > 2 H.',
     checks=(counts.merged_against_factored,),
@@ -37,7 +35,7 @@ A3 = Claim(
     statement='Per head, the scores of T tokens take 2 T D H + T^2 H multiply-adds with two '
     'matrices and T D^2 + T^2 D with one. One matrix never takes fewer if D >= 2 H, takes fewer '
     'below T = D (2 H - D) / (D - H) if H < D < 2 H, and always takes fewer if H >= D.',
-    source=WHY,
+    source=threads.TWO_MATRICES,
     rule='Holds if the compiled programs have these counts, and the counts cross at this T.',
     checks=(counts.multiply_adds, counts.where_they_cross),
 )
@@ -47,7 +45,7 @@ A4 = Claim(
     title='Linear(D, D) holds the matrices of all heads',
     statement='A square Linear(D, D) holds N rectangular D x H matrices side by side: equal '
     'function, equal parameter count.',
-    source=HEADS,
+    source=threads.EVERY_HEAD,
     rule='Holds if both compute the same output in float64 and have equally many parameters.',
     checks=(rewrites.side_by_side,),
 )
@@ -57,7 +55,7 @@ A5 = Claim(
     title='N heads cost as much as one, and give N patterns',
     statement='With H = D / N a head has 2 D^2 / N parameters in W_Q and W_K. N heads together '
     'have 2 D^2, and give N attention patterns.',
-    source=HEADS,
+    source=threads.EVERY_HEAD,
     rule='Holds if these are the counts at every N, and the patterns of N heads are linearly '
     'independent.',
     checks=(counts.heads_of_a_fixed_width,),
@@ -68,8 +66,7 @@ A6 = Claim(
     title='W_Q and W_K of full size in every head lower the loss',
     statement='W_Q and W_K of full size (D x D) in every head give a lower loss at equal '
     'parameter count.',
-    source='A thread on the mathematics of self-attention, about papers that define heads this '
-    'way.',
+    source=f'{threads.TWO_MATRICES}, about papers that define heads this way',
     rule='Holds if both ways to write scores of rank D, as two full matrices and as one, are '
     'better than heads of size D/N, each at its own learning rate.',
     expectations=(

@@ -5,6 +5,7 @@ from functools import partial
 from experiments.claims import measures
 from experiments.claims.checks import rewrites
 from experiments.claims.claim import Claim, Expectation, Kind, Measure
+from experiments.claims.declared import threads
 
 # By scale, the layers of deep stacks, and how many times as many as the baseline's they are.
 DEPTHS = {'smoke': {4: 2, 8: 4}, 'cpu': {4: 2, 8: 4}, 'gpu': {24: 2, 48: 4}}
@@ -16,7 +17,7 @@ B1 = Claim(
     title='in a single head W_Q adds no functions',
     statement="With a single head, W_K' = W_K W_Q^T allows Q = X. The layer expresses the same "
     'functions with 3/4 of the attention parameters.',
-    source='A forum thread: is W_Q needed?',
+    source=threads.NO_QUERY_MATRIX,
     rule="Holds where Q = X with the best W_K' gives the same softmax input in float64 with 3/4 of "
     'the parameters; biases, RoPE and more heads are contexts.',
     checks=(rewrites.queries_of_one_head, rewrites.queries_of_many_heads),
@@ -28,7 +29,7 @@ B2 = Claim(
     title='without W_Q a single head trains to a loss 0.01 nats higher',
     statement='Without W_Q the training loss of a single head is about 0.01 nats higher, and the '
     'difference does not grow.',
-    source='A forum thread with an experiment on a layer of one head.',
+    source=f'{threads.NO_QUERY_MATRIX}, with an experiment',
     rule="The loss is read on the test split, at the baseline's shape. Holds if the interval of "
     'the difference lies between 0.005 and 0.015, which round to 0.01, and the interval of its '
     'growth on the validation split, from the first evaluation to the last, lies below the margin.',
@@ -51,7 +52,7 @@ B3 = Claim(
     statement='If a single head with W_Q and W_K, and one with only '
     "W_K' = W_K W_Q^T, are both trained, they differ only by a numerical effect: one product in "
     'place of two.',
-    source='A forum thread on whether W_Q is needed, with an experiment.',
+    source=f'{threads.NO_QUERY_MATRIX}, an answer',
     rule='Fails where the softmax input of heads that start as one function, trained on the same '
     'sequences, differs by more than rounding in float64; the optimizer is a context.',
     checks=(rewrites.trained_apart,),
@@ -61,7 +62,7 @@ B4 = Claim(
     name='B4',
     title='multi-head attention needs W_Q or W_K, not both',
     statement='Multi-head attention does not need W_Q: it is enough to transform keys or queries.',
-    source='A forum thread that states both this and its opposite.',
+    source=f'{threads.NO_QUERY_MATRIX}, which states both this and its opposite',
     rule='Holds if, at equal parameter count, attention is not worse in any of three forms: '
     'without W_Q, where heads take slices of X as queries; without W_K, where heads take slices '
     'of X as keys; and where every head reads all of X, through one matrix W_QK of its own.',
@@ -84,7 +85,8 @@ B5 = Claim(
     name='B5',
     title='many single-head layers beat fewer multi-head ones',
     statement='At equal parameter count many single-head layers beat fewer multi-head layers.',
-    source='A forum thread; Liu et al. 2021, arXiv 2106.09650, with a special initialization.',
+    source=f'{threads.NO_QUERY_MATRIX}; Liu et al. 2021, arXiv 2106.09650, with a special '
+    'initialization',
     rule='Holds if stacks of single-head layers, two and four times as deep as the multi-head '
     'baseline, are better.',
     expectations=tuple(
@@ -105,7 +107,7 @@ B6 = Claim(
     title='early differences between arms are not the final ones',
     statement='Differences between arms early in training are not the differences between '
     'annealed models.',
-    source='A forum thread: removing a matrix acts like a lower learning rate.',
+    source=f'{threads.NO_QUERY_MATRIX}: removing a matrix acts like a lower learning rate',
     rule='Holds if, at every fraction of the steps, the difference of some arm from the baseline '
     'is more than the margin away from its difference after annealing, on the same seeds, each '
     'arm at its own learning rate. A fraction speaks against the claim only if every arm is shown '
@@ -126,7 +128,7 @@ B7 = Claim(
     title='the rank of W_Q W_K^T may be below the head size',
     statement='W_Q W_K^T may have a low rank: below the head size, the loss at equal parameter '
     'count is not worse.',
-    source='A forum thread: W_Q and W_K allow a low-rank W.',
+    source=f'{threads.NO_QUERY_MATRIX}: W_Q and W_K allow a low-rank W',
     rule='The rank of the baseline is the head size. Holds if no arm of lower rank is worse.',
     expectations=tuple(
         Expectation(
@@ -142,7 +144,7 @@ B8 = Claim(
     title='cross-attention works with one matrix for W_Q and W_K',
     statement='Cross-attention, whose two streams differ, works as well with one matrix in place '
     'of W_Q and W_K.',
-    source='A forum thread on queries of a decoder and keys of an encoder.',
+    source=f'{threads.NO_QUERY_MATRIX}, on queries of a decoder and keys of an encoder',
     rule='Holds if a translation model whose cross-attention has no W_Q, no W_K or one merged '
     'matrix is not worse at equal parameter count.',
     expectations=tuple(

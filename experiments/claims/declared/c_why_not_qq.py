@@ -2,9 +2,9 @@
 
 from experiments.claims.checks import counts, rewrites
 from experiments.claims.claim import Claim, Expectation, Kind
+from experiments.claims.declared import threads
 
-THREAD = 'A thread that asks why attention does not use Q Q^T'
-EXPERIMENT = f'{THREAD}, with an experimenter who answers.'
+EXPERIMENT = f'{threads.SYMMETRIC}, the experiments of the answer'
 # Translation models whose encoder has one matrix for queries and keys, no W_V, or no W_O.
 TIED = 'qk/vo?encoder_variant=shared_qk/vo'
 WITHOUT_V = 'qk/vo?encoder_variant=qk/no_v'
@@ -15,7 +15,7 @@ C1 = Claim(
     title='Q Q^T is symmetric, with half the information',
     statement='Q Q^T is symmetric, carries half the information of Q K^T, and its diagonal '
     'dominates.',
-    source=f'{THREAD}, with an answer by an experimenter',
+    source=f'{threads.SYMMETRIC}, the answer',
     rule='Each part is a context. Half the information means a share of 0.4 to 0.6 of the free '
     'parameters of A, or of the pattern of T tokens. Three parts say that the diagonal dominates, '
     'at initialization with T = 64: it is the largest entry in more than half of the rows; it '
@@ -92,7 +92,7 @@ C6 = Claim(
     name='C6',
     title='C2 to C5 also hold for encoder-only and decoder-only models',
     statement='The conclusions of C2 to C5 do not differ for encoder-only and decoder-only models.',
-    source=f'{THREAD}: "I don\'t think the conclusions differ".',
+    source=f'{threads.SYMMETRIC}: the answer expects the same conclusions',
     rule='Holds if the following is true in both kinds of model. Q = K, and attention without '
     "W_V, are worse at the baseline's shape. These two, and attention without W_O, are not better "
     'by more than the margin at equal parameter count.',
@@ -118,7 +118,7 @@ C7 = Claim(
     statement='2 x 2 matrices show three things. W_Q and W_K act only through A = W_Q W_K^T, and '
     'choose where to attend. W_V and W_O act only through B = W_V W_O, and choose what to move. '
     'Q Q^T ties A and its transpose.',
-    source=f'{THREAD}: intuition from 2 x 2 matrices',
+    source=f'{threads.SYMMETRIC}: intuition from 2 x 2 matrices',
     rule='Holds if a layer has the A and B worked out by hand; if the output is the same with '
     'W_Q M and W_K M^-T, or with W_V M and M^-1 W_O; if another W_V and W_O leave the pattern '
     'unchanged; and if Q Q^T ties each pair of scores.',

@@ -2,14 +2,15 @@
 
 from experiments.claims.checks import rewrites
 from experiments.claims.claim import Claim, Expectation
+from experiments.claims.declared import threads
 
-LECTURES = 'Threads on multi-head lectures and on the equations of Vaswani et al. 2017'
+SOURCES = f'{threads.TWO_IN_A_ROW}; the equations of Vaswani et al. 2017, arXiv 1706.03762'
 
 D1 = Claim(
     name='D1',
     title='W_i^Q after a shared W^Q adds no functions',
     statement='W_i^Q applied after a shared W^Q is the same function class as one matrix per head.',
-    source=LECTURES,
+    source=SOURCES,
     rule='Holds where folding and unfolding leave the output unchanged in float64 and every W_Q '
     'can be reached; the width R of the shared projection is a context.',
     checks=(rewrites.two_in_a_row,),
@@ -24,7 +25,7 @@ D2 = Claim(
     name='D2',
     title='two matrices in a row train differently',
     statement='Two matrices in a row, which express the same functions as one, train differently.',
-    source='A thread on the lectures about multi-head attention.',
+    source=threads.TWO_IN_A_ROW,
     rule="Holds if each over-parameterised form differs from the baseline at the baseline's shape, "
     'with learning rate and weight decay tuned for each.',
     expectations=tuple(
@@ -41,7 +42,7 @@ D3 = Claim(
     name='D3',
     title='implementations learn one matrix per head',
     statement='Implementations learn one matrix per head directly, for Q, K and V.',
-    source=LECTURES,
+    source=SOURCES,
     rule='Holds if every parameter of c_attn in GPT-2, and of the projections in flax.nnx, belongs '
     'to exactly one head, and if heads that are trained inside one matrix end as if each were '
     'trained by itself; the optimizer is a context.',
