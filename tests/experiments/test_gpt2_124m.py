@@ -106,7 +106,7 @@ def test_an_unknown_scale_is_refused(refusal, script, config):
     assert "scale='cpu' must be smoke or gpu" in sentence
 
 
-def test_the_arms_of_the_study_have_the_parameter_count_of_gpt2(printed):
+def test_the_arms_of_the_study_have_the_parameter_count_of_the_baseline(printed):
     """Every arm of the study has the parameter count of the baseline, up to 0.01 %.
 
     An arm is a model with a variant of attention. A dry run prints a table of the arms.
