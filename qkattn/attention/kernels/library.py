@@ -233,8 +233,10 @@ def _segments(call: Call) -> Any:
         q_BT = jnp.ones((B, T), jnp.int32)
         kv_BS = jnp.ones((B, S), jnp.int32)
     else:
-        q_BT = mask.segments_BT
-        kv_BS = jnp.where(mask.segments_BS > 0, mask.segments_BS, -1)
+        # The segments may have a single row, which holds for all rows.
+        q_BT = jnp.broadcast_to(mask.segments_BT, (B, T))
+        keys_BS = jnp.where(mask.segments_BS > 0, mask.segments_BS, -1)
+        kv_BS = jnp.broadcast_to(keys_BS, (B, S))
     if mask.valid_BS is not None:
         kv_BS = jnp.where(mask.valid_BS, kv_BS, -1)
     return load_extra(SPLASH, 'tpu').SegmentIds(q=q_BT, kv=kv_BS)
