@@ -101,7 +101,7 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
         with _as_config_error(setting):
             registry.check(spec)
 
-    def check_output_shape() -> None:
+    def check_output() -> None:
         # The einsum kernel computes every variant.
         einsum_spec = dataclasses.replace(spec, kernel='einsum')
         x_BTD, out_BTD = _trace_attention(config, setting, einsum_spec)
@@ -111,6 +111,13 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
                 f'{setting}={joined_names!r} returns an output of shape {out_BTD.shape} for a '
                 f'stream of shape {x_BTD.shape}; both must have the same shape'
             )
+        # The scan over layers refuses a stream that gets wider.
+        stream_dtype = jnp.promote_types(x_BTD.dtype, out_BTD.dtype)
+        if stream_dtype != x_BTD.dtype:
+            raise ConfigError(
+                f'{setting}={joined_names!r} returns an output of {out_BTD.dtype} for a stream of '
+                f'{x_BTD.dtype}, which is model.compute_dtype; cast it with .astype(x_BTD.dtype)'
+            )
 
     if not outside_names:
         check_spec()
@@ -118,7 +125,7 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
 
     # Code from outside the package may raise any exception, which becomes a ConfigError.
     call_with_config_errors(setting, joined_names, check_spec)
-    call_with_config_errors(setting, joined_names, check_output_shape)
+    call_with_config_errors(setting, joined_names, check_output)
 
 
 def check_kernel(config: Config, mesh: Mesh | None) -> None:

@@ -28,6 +28,7 @@ def quadratic(config, steps, *, power=2): pass
 NUMBER = 3
 """
 OUTSIDE_SCORE = """
+import jax.numpy as jnp
 from qkattn.attention import Normalizer, Value
 from qkattn.attention.parameters import affine
 from qkattn.attention.scores.symmetric import SharedQK
@@ -47,6 +48,9 @@ class Lettered(SharedQK):
 class Narrow(VO):
     def output(self, o_BTNH, score, x_BTD):
         return super().output(o_BTNH, score, x_BTD)[..., :1]
+class Widened(VO):
+    def output(self, o_BTNH, score, x_BTD):
+        return super().output(o_BTNH, score, x_BTD) * jnp.linspace(0, 1, x_BTD.shape[-1])
 class Unwritten(Value):
     def __init__(self, spec, score, *, key): pass
 """
@@ -314,11 +318,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
     [
         (
             {'model.score': 'outside_score:Flat'},
-            "'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 8: ",
+            "'outside_score:Flat/vo' fails, TypeError in {tmp_path}/outside_score.py, line 9: ",
         ),
         (
             {'model.score': 'outside_score:Failing', 'model.positions': 'rope'},
-            "'outside_score:Failing/vo' fails, KeyError in {tmp_path}/outside_score.py, line 11: ",
+            "'outside_score:Failing/vo' fails, KeyError in {tmp_path}/outside_score.py, line 12: ",
         ),
         (
             {'model.normalizer': 'outside_score:Broken'},
@@ -331,6 +335,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
         (
             {'model.value': 'outside_score:Narrow'},
             "model='qk/outside_score:Narrow' returns an output of shape (1, ",
+        ),
+        (
+            # jnp.linspace is float32, so its product with a bfloat16 array is float32.
+            {'model.value': 'outside_score:Widened', 'model.compute_dtype': 'bfloat16'},
+            'returns an output of float32 for a stream of bfloat16, which is model.compute_dtype',
         ),
         ({'model.value': 'outside_score:Unwritten'}, ': raised by cached'),
     ],
