@@ -148,7 +148,8 @@ def search(
         vocab_size: Ids from here on are never chosen; by default model.vocab_size.
 
     Raises:
-        ConfigError: As in `generate`, or the source is longer than model.source_context.
+        ConfigError: As in `generate`, or the source is longer than model.source_context or has
+            another number of rows than the prompts.
     """
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size, source)
     B, V = logits_BV.shape
@@ -231,6 +232,11 @@ def _check_arguments(
     )
     if source is not None:
         source_BS, _ = source
+        require(
+            len(source_BS.shape) == 2 and len(source_BS) == B,
+            f'source_BS has shape {source_BS.shape}; it must have two axes, and a row for each of '
+            f'{B} prompts',
+        )
         length = source_BS.shape[1]
         longest = config.encoder.context
         require(

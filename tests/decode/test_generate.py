@@ -199,7 +199,15 @@ def test_sources_that_do_not_fit_are_refused():
     too_long_BS = np.zeros((2, CONTEXT + 1), int)
     too_large_BS = np.full((2, CONTEXT), VOCAB_SIZE)
 
+    def source_of_zeros(*shape):
+        return np.zeros(shape, int), np.ones(shape, bool)
+
     # A source is a pair of ids and of a mask, which is False on padding.
+    # There are two prompts.
+    with refused(r'source_BS has shape \(1, 4\); it must have .* a row for each of 2 prompts'):
+        search(model, PROMPTS, 2, source=source_of_zeros(1, 4), separator=0, beam=2)
+    with refused(r'source_BS has shape \(4,\); it must have two axes'):
+        search(model, PROMPTS, 2, source=source_of_zeros(4), separator=0, beam=2)
     with refused('a source of 13 tokens does not fit into model.source_context=12'):
         source = (too_long_BS, np.ones_like(too_long_BS, bool))
         search(model, PROMPTS, 2, source=source, separator=0, beam=2)
