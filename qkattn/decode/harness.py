@@ -388,7 +388,8 @@ class TextModel:
         there are fewer rows than `batch_size`, they are repeated.
         """
         longest = max(len(row) for row in rows)
-        num_steps = math.ceil((longest - 1) / WIDTH_STEP)
+        # Rows of one token have nothing to score, but the model has to read at least one token.
+        num_steps = max(1, math.ceil((longest - 1) / WIDTH_STEP))
         width = min(num_steps * WIDTH_STEP + 1, most)
         tokens_BT = np.zeros((self.batch_size, width), np.int32)
         for b in range(self.batch_size):

@@ -307,6 +307,15 @@ def test_an_empty_text_has_log_probability_0(text_model):
     assert text_model.loglikelihood_rolling(requests_of(('',))) == [0.0]
 
 
+@pytest.mark.parametrize('context', ['', 'a'])
+def test_an_empty_continuation_has_log_probability_0(text_model, context):
+    nats, is_greedy = loglikelihood(text_model, context, '')
+
+    # The row has one token, the context, and no token is scored.
+    assert nats == 0.0
+    assert is_greedy is True
+
+
 def test_few_programs_are_compiled(text_model):
     requests = [Request(('a' * length, 'bc')) for length in range(1, 38)]
     programs_before = harness.token_scores._cache_size()
