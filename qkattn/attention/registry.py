@@ -222,6 +222,8 @@ def _check_sharing(
     query_is_key = score.shareable.get('query') == score.shareable.get('key')
     if value.shares == ('query',) and query_is_key:
         same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
+        if same_value not in VALUES:  # a class from outside the package
+            same_value = "a value that shares 'key'"
         raise SpecError(
             f'in {spec.score} the query matrix is the key matrix: write '
             f'{same_value} in place of {spec.value}'

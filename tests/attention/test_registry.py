@@ -12,6 +12,7 @@ from flax import nnx
 from qkattn.attention import Attention, AttentionSpec, Score, Value, parse_variant, registry
 from qkattn.attention.registry import SCORES, VALUES
 from qkattn.attention.scores.score import Circuit
+from qkattn.attention.values.tied import QIsV
 from qkattn.config.calls import options_of
 from qkattn.errors import SpecError
 from tests.attention import examples
@@ -45,6 +46,10 @@ def test_a_class_outside_the_package_takes_its_options():
     layer = Attention(AttentionSpec(score=text, **SIZES), key=jax.random.key(0))
     num_heads = 4
     assert layer.score.w_bias_NR.shape == (num_heads, 8)
+
+
+class QueryIsValue(QIsV):
+    """A Value from outside the package that uses W_Q of its Score."""
 
 
 ROPE = {'positions': 'rope'}
@@ -121,6 +126,11 @@ REFUSED = [
     ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
     ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
     ('shared_qk/q_is_v', {}, 'is the key matrix: write k_is_v in place of q_is_v'),
+    (
+        'shared_qk/tests.attention.test_registry:QueryIsValue',
+        {},
+        "write a value that shares 'key' in place of tests.attention.test_registry:QueryIsValue",
+    ),
     ('shared_qk(key_norm=True)/k_is_v', {}, 'k_is_v .* cannot be used with .* not bilinear'),
     ('qk/latent', {}, 'qk has none to share; scores that have one are latent'),
     ('qk/v_is_k_transposed', {'num_kv_heads': 2}, 'num_kv_heads must be num_heads=4, not 2'),
