@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from qkattn.attention import Cache
 from qkattn.config import ModelConfig
@@ -84,8 +85,10 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
     inputs = {'tokens_BT': jax.ShapeDtypeStruct((1, config.context), jnp.int32)}
     if config.kind == 'encoder_decoder':
         inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
-    closed_jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs)
-    return _matmul_flops(closed_jaxpr.jaxpr) / config.context
+    jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs).jaxpr
+    # XLA removes products that no output depends on, such as the keys of absorbed latents.
+    used_jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return _matmul_flops(used_jaxpr) / config.context
 
 
 def _matmul_flops(jaxpr: Jaxpr) -> int:

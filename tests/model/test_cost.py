@@ -113,6 +113,12 @@ def test_a_parameter_of_no_group_is_refused():
         ({'score': 'merged'}, L * (LAYER + 2 * PROJECTION + 3 * READ) + UNEMBED),
         # There is no W_Q and no W_K, and all heads have the same logits.
         ({'score': 'neither_full'}, L * (LAYER - 2 * PROJECTION) + UNEMBED),
+        # Latents of 4 channels, and 4 rotated channels, take the place of 16 channels of a key. The
+        # queries of 4 heads of 16 channels are multiplied by W_K. No keys are computed.
+        (
+            {'score': 'latent(size=4, rope_size=4)', 'positions': 'rope'},
+            L * (LAYER - PROJECTION - READ // 2 + 2 * (16 + 8 + 4) * D) + UNEMBED,
+        ),
         # The gate is a third matrix of the MLP.
         ({'activation': 'swiglu', 'd_ff': F}, L * (LAYER + MLP // 2) + UNEMBED),
         ({'scan_unroll': 1}, L * LAYER + UNEMBED),
