@@ -78,8 +78,9 @@ class Sigmoid(Normalizer):
     simplex = False
 
     def __init__(self, *, bias: float | None = None):
-        finite = isinstance(bias, int | float) and abs(bias) < 1e38
-        if bias is not None and not finite:
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        is_finite = is_number and abs(bias) < 1e38
+        if bias is not None and not is_finite:
             raise SpecError(f'sigmoid(bias={bias!r}) must be a finite number, or None')
         self.bias = bias
 

@@ -208,6 +208,7 @@ def test_every_option_refuses_wrong_types_and_sizes(kind, registered, find):
         ('softmx', "unknown normalizer 'softmx', did you mean 'softmax'"),
         ('softmax(heat=2)', "no option 'heat'"),
         ("sigmoid(bias='low')", r"sigmoid\(bias='low'\) must be a finite number, or None"),
+        ('sigmoid(bias=True)', r'sigmoid\(bias=True\) must be a finite number, or None'),
         ('gated:Gated', 'is not a subclass of qkattn.attention.Normalizer'),
     ],
 )
