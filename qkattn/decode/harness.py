@@ -286,17 +286,27 @@ class TextModel:
         """Returns the ids of a context, and the ids of its continuation.
 
         As in the harness, both are encoded as one text, and spaces at the end of the context move
-        to the continuation: 'the cat ' and 'sat' become 'the cat' and ' sat'. An empty context
-        becomes the separator.
+        to the continuation: 'the cat ' and 'sat' become 'the cat' and ' sat'. A context without
+        tokens becomes the separator.
+
+        Raises:
+            ConfigError: The continuation is empty, or part of the last token of the context.
         """
         stripped_context = context.rstrip()
         spaces = context[len(stripped_context) :]
         continuation = spaces + continuation
-        if not stripped_context:
-            return [self.tokenizer.separator], self.encode(continuation)
-        context_tokens = self.encode(stripped_context)
+        context_tokens = self.encode(stripped_context) if stripped_context else []
         all_tokens = self.encode(stripped_context + continuation)
-        return context_tokens, all_tokens[len(context_tokens) :]
+        scored_tokens = all_tokens[len(context_tokens) :]
+        # Without a token to score, the continuation would have probability 1.
+        if not scored_tokens:
+            raise ConfigError(
+                f'the continuation {continuation!r:.60} has no token of its own after '
+                f'{stripped_context[-30:]!r} with the tokenizer {self.tokenizer.name}; choose '
+                'another target_delimiter or other texts in the task'
+            )
+        # A tokenizer may leave out all characters of a context.
+        return context_tokens or [self.tokenizer.separator], scored_tokens
 
     def scores(self, rows: Sequence[ScoredRow]) -> list[tuple[float, bool]]:
         """Scores rows of tokens.

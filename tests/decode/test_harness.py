@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from qkattn.config import ModelConfig
-from qkattn.data.tokenizers.subwords import FileTokenizer
+from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer
 from qkattn.decode import harness
 from qkattn.decode.harness import TextModel, windows
@@ -370,6 +370,26 @@ def test_a_character_that_the_tokenizer_lacks_is_refused(text_model):
 def test_a_continuation_longer_than_the_context_is_refused(text_model):
     with refused("the continuation 'aaa.* has 41 tokens, which do not fit into model.context=40"):
         loglikelihood(text_model, 'a', 'a' * 41)
+
+
+def test_a_continuation_without_a_token_of_its_own_is_refused(decoder):
+    # 257 ids are the separator and the bytes. The last id is the only pair of the text, '()'.
+    text_model = TextModel(decoder, BPETokenizer.train([b'()'], 258))
+
+    # 'f(' has the tokens 'f' and '(', and 'f()' has as many, 'f' and '()'. So no token is left to
+    # score, and the continuation would have probability 1.
+    with refused(r"the continuation '\)' has no token of its own after 'f\(' with .* byte-bpe258-"):
+        loglikelihood(text_model, 'f(', ')')
+
+
+def test_a_context_without_tokens_is_as_an_empty_one(decoder):
+    library = LibraryTokenizer(models.WordLevel({'[UNK]': 0, 'the': 1, 'cat': 2}, '[UNK]'))
+    library.normalizer = normalizers.Replace('#', '')
+    text_model = TextModel(decoder, FileTokenizer(library.to_str().encode()))
+
+    # The tokenizer leaves out '#', and the first token of a row cannot be scored.
+    separator = text_model.tokenizer.separator
+    assert text_model.encode_pair('#', 'cat') == ([separator], [2])
 
 
 def test_a_text_that_cannot_be_encoded_is_refused(decoder):
