@@ -14,7 +14,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -26,7 +26,7 @@ from qkattn.attention.rope import BASE
 from qkattn.config import ModelConfig
 from qkattn.convert.published import HEAD, OUTPUT_MATRIX, TENSORS, names_in_layers
 from qkattn.convert.published import shapes as gpt2_shapes
-from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer, Subwords
+from qkattn.data.tokenizers.subwords import BPETokenizer, FileTokenizer
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer, CharacterTokenizer, Tokenizer
 from qkattn.errors import ConfigError
 from qkattn.model.blocks import NORM_EPSILON
@@ -321,10 +321,15 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
     Returns None for tiktoken encodings and for classes from outside the package.
     """
     # A subclass may encode differently, so types are compared exactly.
-    if type(tokenizer) in (BPETokenizer, FileTokenizer):
-        return cast(Subwords, tokenizer).model()  # already a tokenizer.json
+    if type(tokenizer) is FileTokenizer:
+        return tokenizer.model()  # already a tokenizer.json
 
-    if type(tokenizer) is ByteTokenizer:
+    if type(tokenizer) is BPETokenizer:
+        # BPETokenizer encodes single lines, which end with '\n'.
+        hf_tokenizer = LibraryTokenizer.from_buffer(tokenizer.model())
+        lines = pre_tokenizers.Split('\n', 'merged_with_previous')
+        hf_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, hf_tokenizer.pre_tokenizer])
+    elif type(tokenizer) is ByteTokenizer:
         # In BPE without merges, every byte is a token.
         hf_tokenizer = LibraryTokenizer(models.BPE(vocab=ids_of_bytes(), merges=[]))
         hf_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(

@@ -240,10 +240,13 @@ TEXT = 'Zoë said: "naïve café"\n\t— 1 < 2; \x00é\r\n'
 TEXT_WITHOUT_NUL = TEXT.replace('\0', '')
 # The Z is an unknown character.
 CHARACTERS = ''.join(sorted(set(TEXT) - {'Z'}))
+# Sub-words end at '\n', so ' \n' and '\r\n' are learned, although other text follows them.
+LINES = 'a \nb\r\nc'
 TOKENIZERS_AND_TEXTS = [
     pytest.param(ByteTokenizer(), TEXT_WITHOUT_NUL, id='bytes'),
     pytest.param(CharacterTokenizer(CHARACTERS), TEXT, id='characters'),
     pytest.param(BPETokenizer.train([TEXT.encode()] * 20, 275), TEXT_WITHOUT_NUL, id='subwords'),
+    pytest.param(BPETokenizer.train([LINES.encode()] * 20, 259), LINES, id='subwords of lines'),
 ]
 
 
