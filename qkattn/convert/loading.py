@@ -171,23 +171,33 @@ def load(
     return Loaded(path, model_config, params=[params], trials=[{}], alive=[True])
 
 
-def tokenizer_for(source: Loaded, data: str, otherwise: str) -> Tokenizer:
+def tokenizer_for(source: Loaded, data: str | None, otherwise: str) -> Tokenizer:
     """Returns the tokenizer of a loaded model.
 
     Args:
         source: The model.
-        data: The value of the flag --data. It names the tokenizer of a model without a run.
+        data: The value of the flag --data. It names the tokenizer of a model without a run. None is
+            a tokenizer of bytes.
         otherwise: A flag that replaces text, such as '--prompt_tokens', for errors.
 
     Raises:
         ConfigError: The tokenizer has more tokens than the model, the data has changed since the
-            run, or `data` names no tokenizer.
+            run, `data` names no tokenizer, or `data` is None and the model has more ids than bytes.
     """
-    if source.config is None:
+    vocab_size = source.model_config.vocab_size
+    if source.config is not None:
+        tokenizer = _tokenizer_of_run(source.path, source.config.data)
+    elif data is not None:
         tokenizer = tokenizer_of_flag(data, otherwise)
     else:
-        tokenizer = _tokenizer_of_run(source.path, source.config.data)
-    vocab_size = source.model_config.vocab_size
+        tokenizer = ByteTokenizer()
+        # The ids of another vocabulary would be read as bytes, without an error.
+        if vocab_size > tokenizer.vocab_size:
+            raise ConfigError(
+                f'--data is required: {source.path} has {vocab_size} ids, and text of bytes only '
+                f'{tokenizer.vocab_size}; give a tokenizer.json, {PREFIX}NAME, or a directory that '
+                'prepare_data has written'
+            )
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f'tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and the model '

@@ -22,7 +22,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from qkattn.config import Config, DataConfig, Study, from_config_dict, to_config_dict
+from qkattn.config import Config, Study, from_config_dict, to_config_dict
 from qkattn.config.paths import expand_home, read_regular, require_regular
 from qkattn.config.setting import Setting, concrete_types, settings
 from qkattn.errors import (
@@ -233,9 +233,10 @@ def define_data() -> flags.FlagHolder:
     """Defines the flag --data, the source of the tokenizer for a model without a run."""
     description = (
         'For a source that is not a run, what its tokenizer is from: a dataset whose text is read '
-        'as bytes, a tokenizer.json, or a directory that prepare_data has written.'
+        'as bytes, a tokenizer.json, tiktoken:NAME, or a directory that prepare_data has written; '
+        'default: bytes, for a model of 256 ids.'
     )
-    return flags.DEFINE_string('data', DataConfig.name, description)
+    return flags.DEFINE_string('data', None, description)
 
 
 def define_imports() -> flags.FlagHolder:

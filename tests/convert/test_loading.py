@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qkattn.config import Config, to_json
-from qkattn.convert.loading import load
+from qkattn.config import Config, ModelConfig, to_json
+from qkattn.convert.loading import Loaded, load, tokenizer_for
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.storage.records import write_json
 from qkattn.train import exported
@@ -154,6 +154,18 @@ def test_exported_parameters_load_as_one_model(trained, tmp_path):
     assert loaded.trial == 0
     with refused('average=2 needs the checkpoints of a run'):
         load(tmp_path, average=2)
+
+
+def test_a_model_of_more_ids_than_bytes_needs_a_tokenizer(tmp_path):
+    """Without --data, text is bytes. The 300 ids of this model must mean something else."""
+    model = ModelConfig(vocab_size=300)
+    loaded = Loaded(tmp_path, model, params=[{}], trials=[{}], alive=[True])
+
+    with refused(f'--data is required: {tmp_path} has 300 ids, and text of bytes only 256'):
+        tokenizer_for(loaded, None, otherwise='--prompt_tokens')
+
+    # With --data=stdlib, the 44 ids beyond the bytes are padding.
+    assert tokenizer_for(loaded, 'stdlib', otherwise='--prompt_tokens').name == 'bytes'
 
 
 @pytest.mark.parametrize(
