@@ -139,7 +139,13 @@ def load(
         raise ConfigError(
             f'{path} does not exist; give a run, exported parameters or a published model'
         )
-    if exported.is_run(path):
+    is_run = exported.is_run(path)
+    is_exported = not is_run and (path / exported.ABOUT).exists()
+    if num_heads is not None and (is_run or is_exported):
+        raise ConfigError(
+            f'num_heads={num_heads} is for published files, and {path} has a config; leave it out'
+        )
+    if is_run:
         config, step, stacked_state = exported.load_stack(absolute(path), average)
         trials = config.trials.trials()
         # Arrays of a checkpoint have a leading axis of trials.
@@ -161,7 +167,6 @@ def load(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
         )
 
-    is_exported = (path / exported.ABOUT).exists()
     if path.suffix == '.pt':
         model_config, params = load_nanogpt(path, num_heads=num_heads)
     elif path.is_file() or (not is_exported and any(path.glob('*.safetensors*'))):

@@ -156,6 +156,15 @@ def test_exported_parameters_load_as_one_model(trained, tmp_path):
         load(tmp_path, average=2)
 
 
+def test_a_number_of_heads_is_refused_for_a_model_with_a_config(trained, tmp_path):
+    """A run and exported parameters know their number of heads."""
+    exported.save(tmp_path, trained.config.model, load(trained.directory).params[0], origin={})
+
+    for path in (trained.directory, tmp_path):
+        with refused(f'num_heads=2 is for published files, and {path} has a config'):
+            load(path, num_heads=2)
+
+
 def test_a_model_of_more_ids_than_bytes_needs_a_tokenizer(tmp_path):
     """Without --data, text is bytes. The 300 ids of this model must mean something else."""
     model = ModelConfig(vocab_size=300)
