@@ -41,10 +41,12 @@ class Parameter:
         """Indices into the flat parameter, as [head, row, column], or [head, column] of a vector.
 
         Example: w_q_DNH with D = 2, N = 2 heads and H = 1 is stored as [row, head, column]. The
-        index of [head, row, 0] is 2 * row + head.
+        index of [head, row, 0] is 2 * row + head. A number of each head is a vector of size 1.
         """
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
         _, _, axes = self.attribute.rpartition('_')  # 'DNH' of 'w_q_DNH'
+        if axes in ('N', 'K'):
+            return positions[:, None]
         # N or K is the axis of heads. A parameter without the axis has a single head.
         for axis, letter in enumerate(axes):
             if letter in 'NK':

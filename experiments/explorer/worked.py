@@ -172,6 +172,8 @@ _LATEX = (
     (r'\\mathrm\{(\w)\}', r'\1'),
     # Indices: 'W_Q', 's[n]_ts'.
     (r'(?<=[A-Za-z\]])_(\w+)', r'_{\\mathrm{\1}}'),
+    # Indices of several words: 'q_outer' in 'W_q_outer'.
+    (r'_(?=\w+\})', r'\\ '),
     # Powers: '^T', '^-T', '^-1', '^2'.
     (r'\^(-?)T\b', r'^{\1\\top}'),
     (r'\^(-?\d+)', r'^{\1}'),

@@ -243,6 +243,20 @@ def test_an_equation_is_translated_into_latex():
     assert in_latex('diag(g)^-1 W_K[n]^T, rank R') == expected
 
 
+def test_a_name_of_two_words_has_one_index_in_latex():
+    # In LaTeX, '_' would begin an index of the index.
+    assert in_latex('W_q_outer: 2 x 2') == r'W_{\mathrm{q\ outer}}: 2 \times 2'
+
+
+def test_a_gain_of_one_number_is_a_vector_of_size_1():
+    bench = Bench('shared_qk(temperature="learned")/vo', heads=2)
+
+    assert '  g_temperature: 1, in each head\n' in worked(bench)
+    # With heads of size 1, a11 is the gain of the head times the square of its weight.
+    a11_of_head_2 = r'  a_{2,11} &= q_{2,11}^{2} \mathrm{temperature}_{2,1} \\'
+    assert a11_of_head_2 in worked(bench, latex=True)
+
+
 def test_exact_numbers_are_fractions_or_roots():
     assert number(0.5) == '1/2'
     assert number(2.0) == '2'
