@@ -139,7 +139,8 @@ def number(value: float) -> str:
     for power, template in ((1, '{}'), (2, 'sqrt({})')):
         raised = float(value) ** power
         fraction = Fraction(raised).limit_denominator(10_000)
-        if abs(float(fraction) - raised) < 1e-12:
+        # 0 is near to every small number.
+        if fraction and abs(float(fraction) - raised) < 1e-12:
             return template.format(fraction)
     return f'{float(value):g}'
 

@@ -262,6 +262,7 @@ def test_exact_numbers_are_fractions_or_roots():
     assert number(2.0) == '2'
     assert number(3**-0.5) == 'sqrt(1/3)'
     assert number(0.123456789) == '0.123457'
+    assert number(1e-7) == '1e-07'  # and not the root of 0, which is within 1e-12 of 1e-14
 
 
 @pytest.mark.parametrize(
