@@ -90,10 +90,14 @@ def main() -> None:
                 )
         except ConversionError as error:
             raise ConfigError(f'{conversion} cannot be applied: {error}') from error
+        name, _, _ = conversion.partition('(')  # 'truncate(rank=8)' -> 'truncate'
+        is_least = ''
+        if name in CONVERSIONS:  # `truncate` or `truncate_vo`
+            is_least = ', the least that any of this rank do (Eckart-Young)'
         for layer, lost in enumerate(error_by_layer):
             print(
-                f'layer {layer}: {conversion} leaves out {lost:.3e} of the norm of the matrices, '
-                'the least that any of this rank do (Eckart-Young)'
+                f'layer {layer}: {conversion} leaves out {lost:.3e} of the norm of the '
+                f'matrices{is_least}'
             )
         if not is_exact:
             reference = (config, params)

@@ -19,6 +19,7 @@ import pytest
 import requests
 from jax.stages import Lowered
 
+from examples import gauge_fixing
 from experiments.explorer.bench import Bench
 from experiments.explorer.symbolic import sympy
 from experiments.explorer.worked import worked
@@ -489,6 +490,22 @@ def test_a_conversion_without_out_is_described(printed, run):
     text = printed('convert', '--source=run', '--apply=truncate(rank=2)')
     assert 'layer 0: truncate(rank=2) leaves out' in text
     assert 'wrote' not in text
+
+
+def test_only_a_truncation_of_the_package_leaves_out_the_least(printed, tmp_path, monkeypatch):
+    """A lossy conversion from outside may leave out more than the smallest singular values."""
+
+    def forget(layer):
+        return layer, 0.5
+
+    conversion = Conversion(forget, 'QK', lossy=True)
+    monkeypatch.setattr(gauge_fixing, 'FORGET', conversion, raising=False)
+    save_model(tmp_path / 'source', ModelConfig(d_model=16, num_layers=1, context=8))
+
+    text = printed('convert', 'source', '--apply=examples.gauge_fixing:FORGET')
+
+    # The line ends after the error that `forget` returned.
+    assert 'FORGET leaves out 5.000e-01 of the norm of the matrices\n' in text
 
 
 def test_a_conversion_that_does_not_fit_is_refused(refusal, run):
