@@ -80,6 +80,9 @@ def write_tokens(
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
     if hasattr(tokenizer, 'model'):  # a learned vocabulary
         write_atomic(directory / MODEL, tokenizer.model())
+    else:
+        # A killed preparation with another tokenizer may have left its vocabulary.
+        (directory / MODEL).unlink(missing_ok=True)
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
         documents_of_split = corpus.documents(None)  # `corpus` is not parallel text
 

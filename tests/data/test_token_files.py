@@ -162,6 +162,27 @@ def test_preparing_that_was_stopped_can_begin_again(
     assert contents(tmp_path) == contents(prepared_dir)
 
 
+def test_a_vocabulary_that_a_stopped_preparation_left_is_not_used(
+    text_config, tmp_path, monkeypatch
+):
+    """`prepare` writes the vocabulary first. Here it stops before it writes a split."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    data = dataclasses.replace(text_config, tokenizer='characters')
+    with monkeypatch.context() as patch:
+        patch.setattr(token_files, '_write_split', stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(data, str(tmp_path))
+    assert (tmp_path / 'tokenizer.json').exists()
+
+    prepare(text_config, str(tmp_path))
+
+    # Bytes have no vocabulary, so these tokens can only be read without the file of characters.
+    assert load_text(config_of_tokens(tmp_path)).tokenizer.name == 'bytes'
+
+
 def test_a_finished_directory_is_left_as_it_is(text_config, prepared_dir, monkeypatch):
     identity = load_text(text_config).identity()
     monkeypatch.setattr(token_files, 'write_atomic', None)  # a write would fail
