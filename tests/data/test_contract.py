@@ -372,6 +372,11 @@ def wrong_modules(outside):
             id='a probe on text',
         ),
         pytest.param(
+            {'task': 'ahead:Ahead', 'cross_documents': False},
+            "data.cross_documents=False has no effect on data.task='ahead:Ahead', whose rows have",
+            id='a task without segments',
+        ),
+        pytest.param(
             {'task': 'misread:Opened'},
             "data.task='misread:Opened' fails, TypeError in .*open",
             id='open takes no config',

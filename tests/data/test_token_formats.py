@@ -458,6 +458,28 @@ def test_settings_that_do_not_fit_tokens_are_refused(config_of_tokens, directory
         load_text(config_of_tokens(**fields))
 
 
+def test_documents_without_a_known_separator_cannot_bound_attention(
+    config_of_tokens, megatron_files, tmp_path
+):
+    def open_rows(**fields):
+        data = config_of_tokens(cross_documents=False, **fields)
+        return rows_of(Config(model=ModelConfig(context=7, vocab_size=401), data=data))
+
+    # An index tells where documents end, but no id does.
+    with refused('data.cross_documents=False needs the id that separates documents'):
+        open_rows()
+
+    # The separator of this vocabulary is 400, so rows would have no bound at END.
+    vocabulary = str(write_vocabulary(tmp_path / 'words.json'))
+    with refused(f"data.documents='id={END}' separates documents, but .* the separator 400"):
+        open_rows(documents=f'id={END}', tokenizer=vocabulary)
+
+    # The input [1, 2, 3, 4, END, 5, 6] has a document before END, and one from END on.
+    rows = open_rows(documents=f'id={END}')
+    batch = rows.read('validation', np.arange(1), np.zeros((1, 2), np.uint64))
+    assert batch['segments_BT'][0].tolist() == [1, 1, 1, 1, 2, 2, 2]
+
+
 def test_a_file_of_wider_ids_is_named(config_of_tokens, directory):
     write_nanogpt(directory / 'a.bin', IDS.astype(np.uint32))
     with refused(

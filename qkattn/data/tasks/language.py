@@ -167,6 +167,18 @@ class DocumentRows(LanguageRows):
     For example, the inputs 'a b | c' with the separator '|' have the segments 1 1 2 2.
     """
 
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        """Opens the rows; raises ConfigError if the separator of documents is unknown."""
+        rows = super().open(config)
+        if rows.dataset.tokenizer.separator is None:
+            raise ConfigError(
+                'data.cross_documents=False needs the id that separates documents, which these '
+                "tokens do not tell; name it, as in data.documents='id=50256', or name their "
+                'tokenizer in data.tokenizer'
+            )
+        return rows
+
     @staticmethod
     def array_shapes(model: ModelConfig) -> ArrayShapes:
         return Rows.array_shapes(model) | {'segments_BT': (model.context, INT)}

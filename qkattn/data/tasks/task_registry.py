@@ -73,6 +73,13 @@ def rows_of(config: Config) -> Rows:
     if not is_from_outside:
         return _open_rows(config, task, options)
 
+    reads_segments = 'segments_BT' in task.array_shapes(config.model)
+    if not config.data.cross_documents and not reads_segments:
+        raise ConfigError(
+            f'data.cross_documents=False has no effect on data.task={name!r}, whose rows have no '
+            'segments_BT; leave it at True'
+        )
+
     # Exceptions in the user's code become ConfigErrors that name data.task.
     open_rows = functools.partial(_open_rows, config, task, options)
     rows = call_with_config_errors('data.task', name, open_rows)

@@ -90,6 +90,8 @@ def open_in_place(config: DataConfig, files: Mapping[str, list[Path]]) -> TokenD
         separator=tokenizer.separator if tokenizer else None,
         indexed=first_shard.document_ends is not None,
     )
+    if not config.cross_documents and tokenizer:
+        _refuse_other_separator(config, documents, tokenizer)
 
     # Carve splits without files from train.
     carved = _missing_splits(tuple(files), config.carve_test)
@@ -179,6 +181,18 @@ def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
                 f'data.path: {path} is named as prepare_data names its files, but no tokens.json '
                 "is beside it; copy that too, or set data.token_dtype, as in 'uint16'"
             )
+
+
+def _refuse_other_separator(config: DataConfig, documents: Documents, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if documents end at another id than the tokenizer's separator."""
+    # Attention is cut at the separator of the tokenizer.
+    separator = getattr(documents, 'separator', tokenizer.separator)
+    if separator != tokenizer.separator:
+        raise ConfigError(
+            f'data.documents={config.documents!r} separates documents, but data.tokenizer='
+            f'{config.tokenizer!r} has the separator {tokenizer.separator}; with '
+            'data.cross_documents=False, set only one of the two'
+        )
 
 
 def _open_shards(
