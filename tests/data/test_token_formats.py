@@ -1,6 +1,7 @@
 """Token files of nanoGPT, llm.c and Megatron-LM: how they are read, and which are refused."""
 
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -307,7 +308,7 @@ def test_blocks_of_tokens_are_evaluation_clusters(config_of_tokens, hundred_ids)
 
     _, cluster_R = clusters(rows, 'validation')
 
-    # A row belongs to the block in which it begins. A block of 40 has 40 / 10 = 4 rows.
+    # A row belongs to the block of its middle token. A block of 40 has 40 / 10 = 4 rows.
     assert cluster_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
@@ -366,6 +367,25 @@ def test_counts_of_ids_are_cached_until_a_file_changes(
     second = load_text(config_of_tokens()).identity()
     assert second['fingerprints']['train'] == first['fingerprints']['train']
     assert second['fingerprints']['validation'] != first['fingerprints']['validation']
+
+
+def test_counts_of_ids_are_made_again_if_an_index_changes(config_of_tokens, megatron_files):
+    """The second index of the same ids says that the sequences [5, 6] and [7] are one document."""
+    data = config_of_tokens()
+    validation_index = Path(data.path) / 'valid_text_document.idx'
+    assert load_text(data).info('validation').num_documents == 3
+
+    # The last bounds of documents are 2, 3, 3 and 4, where 4 is the number of sequences.
+    content = validation_index.read_bytes()
+    bounds = np.frombuffer(content, '<i8', count=5, offset=len(content) - 5 * 8)
+    assert bounds.tolist() == [0, 2, 3, 3, 4]
+    joined_bounds = np.array([0, 2, 4, 4, 4])
+    validation_index.write_bytes(content[: -5 * 8] + joined_bounds.astype('<i8').tobytes())
+
+    # [1, 2, 3, 4, END] and [5, 6, 7].
+    dataset = load_text(data)
+    assert dataset.document_ends('validation').tolist() == [5, 8]
+    assert dataset.info('validation').num_documents == 2
 
 
 @pytest.mark.parametrize(

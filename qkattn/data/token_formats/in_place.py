@@ -254,11 +254,14 @@ def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str,
 
 
 def _versions(files: Mapping[str, list[Path]]) -> list[list]:
-    """Returns the split, path, size and modification time of each file."""
+    """Returns the split, path, size and modification time of each file and index."""
     versions = []
     for split, paths in files.items():
         for path in paths:
             versions.append([split, str(path.absolute()), *version_of(path)])
+            index = path.with_suffix('.idx')  # of Megatron; decides where documents end
+            if index.exists():
+                versions.append([split, str(index.absolute()), *version_of(index)])
     return versions
 
 
