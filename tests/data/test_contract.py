@@ -404,6 +404,19 @@ def test_an_object_of_the_wrong_kind_is_refused(data, wrong_modules, fields, mes
         rows_of(Config(data=dataclasses.replace(data, **fields)))
 
 
+def test_a_corpus_may_name_its_splits_in_any_order(data, outside):
+    fables = (outside / 'fables.py').read_text()
+    source = fables.replace("('train',)", "('test', 'validation', 'train')")
+    all_splits = "{'train': texts, 'validation': texts, 'test': texts}"
+    source = source.replace("{'train': texts}", all_splits)
+    (outside / 'reversed_fables.py').write_text(source)
+
+    rows = rows_of(Config(data=dataclasses.replace(data, name='reversed_fables:fables')))
+
+    # The splits after the first are evaluated, and train is not.
+    assert rows.splits == ('train', 'validation', 'test')
+
+
 def test_languages_of_a_corpus_in_one_language_are_refused(data):
     with refused("languages='en-de', but 'fables:fables' returns text in one language"):
         find(dataclasses.replace(data, languages='en-de'))

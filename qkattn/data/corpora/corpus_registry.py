@@ -189,6 +189,8 @@ def _open_from_outside(
         digest = source_digest(config.name)  # of the function's options and source code
         return dataclasses.replace(
             corpus,
+            # The first split is trained on, whatever order the function names them in.
+            splits=tuple(split for split in SPLITS if split in corpus.splits),
             version=f'{corpus.version}-{digest}',
             documents=functools.partial(_checked_documents, corpus, config.name),
         )
