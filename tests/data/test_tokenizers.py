@@ -328,6 +328,19 @@ def test_a_vocabulary_file_adds_no_marks_and_cuts_no_text(tmp_path):
     assert tokenizer.num_bytes(ids) == len('the fox saw the')
 
 
+def test_text_that_a_vocabulary_file_cannot_encode_is_refused(tmp_path):
+    # The word 'owl' would be encoded as [UNK], which this vocabulary lacks.
+    library = tokenizers.Tokenizer(models.WordPiece({'fox': 0}, unk_token='[UNK]'))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = str(tmp_path / 'a.json')
+    library.save(path)
+    tokenizer = FileTokenizer.open(path)
+
+    assert tokenizer.encode('fox fox').tolist() == [0, 0]
+    with pytest.raises(ValueError, match=r'Missing \[UNK\] token'):
+        tokenizer.encode('fox owl')
+
+
 def test_a_file_without_a_vocabulary_is_refused(tmp_path):
     path = tmp_path / 'a.json'
     path.write_text('{"version": "1.0"}')

@@ -217,7 +217,12 @@ class FileTokenizer(Subwords):
             return cls(read_whole(as_path(path)))
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        return pieces.encode(self._tokenizer, text_of(text)).astype(self._dtype)
+        text = text_of(text)
+        try:
+            ids = pieces.encode(self._tokenizer, text)
+        except Exception as error:  # the library raises a plain Exception
+            raise ValueError(str(error)) from error
+        return ids.astype(self._dtype)
 
     def decode(self, ids: Ids) -> str:
         return SEPARATOR.join(self._texts(ids))
