@@ -105,7 +105,9 @@ def _parse(text: str, run: DataConfig) -> Entry:
         return Entry(text=text, data=None, split=split)
 
     # 'text:/data/a?documents=blank_line' -> 'text:/data/a', 'documents=blank_line'
-    name_and_path, fields_text = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus).groups()
+    # A path may have a line break, which DOTALL lets a dot match.
+    match = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus, re.DOTALL)
+    name_and_path, fields_text = match.groups()
     fields = _parse_fields(fields_text or '')
 
     before_colon, colon, after_colon = name_and_path.partition(':')

@@ -330,6 +330,7 @@ def test_the_tokenizer_has_to_be_that_of_the_run(config_of, config_of_ids, texts
         ('tokens:a?token_dtype=int8', "data.token_dtype='int8' must be one of uint8, uint16"),
         ('text:a?path=b', "data.evaluate='text:a\\?path=b': it has two paths"),
         ('text:a?feature=b&feature=c', 'it sets feature twice'),
+        ('text:/absent\n', r"data.evaluate='text:/absent\\n': data.path: "),
         ('text:/absent', "data.evaluate='text:/absent': data.path: '/absent' does not exist"),
     ],
 )
