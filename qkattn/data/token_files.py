@@ -318,7 +318,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
             f'{directory} was tokenized with {index.tokenizer_name}, but tokenizer='
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
-    _refuse_settings_without_effect(config, index)
+    _refuse_settings_without_effect(config, index, dataset.vocab_size)
     return dataset
 
 
@@ -356,7 +356,7 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
     return restore_tokenizer(kind, None)
 
 
-def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
+def _refuse_settings_without_effect(config: DataConfig, index: Index, vocab_size: int) -> None:
     """Raises ConfigError for settings that cannot change existing tokens, such as lowercase."""
     if config.lowercase:
         field = 'lowercase'
@@ -368,6 +368,8 @@ def _refuse_settings_without_effect(config: DataConfig, index: Index) -> None:
         field = 'token_dtype'
     elif not _is_same_tokenizer(config.tokenizer, index):
         field = 'tokenizer'
+    elif config.tokenizer_size not in (DataConfig.tokenizer_size, vocab_size):
+        field = 'tokenizer_size'
     else:
         return
     raise ConfigError(

@@ -458,6 +458,17 @@ def test_settings_that_have_no_effect_on_tokens_are_refused(prepared_dir, fields
         rows_of(Config(data=data))
 
 
+def test_another_size_of_the_vocabulary_of_tokens_is_refused(text_config, tmp_path):
+    bpe = {'tokenizer': 'bpe', 'tokenizer_size': 280}
+    prepare(dataclasses.replace(text_config, **bpe), str(tmp_path))
+
+    # The setting may repeat what the tokens are.
+    assert load_text(config_of_tokens(tmp_path, **bpe)).vocab_size == 280
+
+    with refused('data.tokenizer_size=300 has no effect on tokens, .* made with byte-bpe280-'):
+        load_text(config_of_tokens(tmp_path, tokenizer='bpe', tokenizer_size=300))
+
+
 def test_prepared_tokens_may_have_a_test_split(prepared_dir):
     dataset = load_text(config_of_tokens(prepared_dir, carve_test=True))
     assert dataset.splits == ('train', 'validation', 'test')
