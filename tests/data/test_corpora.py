@@ -398,6 +398,27 @@ def test_a_split_that_is_unclear_is_refused(tmp_path):
         written_corpus(tmp_path / 'b', {**SPLITS, 'validation.txt': 'e\n'})
 
 
+@pytest.mark.parametrize(
+    'name', ['valid.txt', 'dev/a.txt', 'val.txt.gz', 'validation.jsonl', 'test.TXT', 'valid/b.TXT']
+)
+def test_text_of_a_split_that_would_not_be_read_is_refused(tmp_path, name):
+    """Otherwise, the split would be carved from train, beside the text that the user gives."""
+    with refused(f"{name.partition('/')[0]}.*' is not read"):
+        written_corpus(tmp_path, {'train.txt': 'a\n' * 40, name: 'b\n'})
+
+
+def test_files_that_name_no_split_are_not_read_beside_splits(tmp_path):
+    # A folder of the name of a split may hold other files than text.
+    files = {'train.txt': 'a\n' * 40, 'notes.txt': 'b\n', 'dev/a.md': 'b\n'}
+    corpus = written_corpus(tmp_path, files)
+    assert b''.join(sum(documents(corpus).values(), [])) == b'a\n' * 40
+
+
+def test_a_suffix_in_upper_case_is_refused(tmp_path):
+    with refused("train/b.TXT' is not read; write its suffix in lower case, or move it"):
+        written_corpus(tmp_path, {'train/a.txt': 'a\n', 'train/b.TXT': 'b\n'})
+
+
 def test_every_change_of_a_text_changes_its_version(tmp_path):
     """A corpus gets a new version if a file is changed, added or read in another order.
 

@@ -19,7 +19,7 @@ from qkattn.data.corpora.corpus import (
     explain_read_errors,
     parse_languages,
 )
-from qkattn.data.corpora.split_files import files_by_split
+from qkattn.data.corpora.split_files import WORDS, files_by_split
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, version_of
 
@@ -73,6 +73,8 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
             files[split] = files_of_split
         elif (directory / split).exists():
             empty_folders.append(directory / split)
+    if files:
+        _refuse_unread_splits(directory, files)
 
     # Second choice: records, such as train.jsonl.
     if not files:
@@ -107,6 +109,26 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
         documents=documents,
         names=lambda split: list(files[split]),
     )
+
+
+def _refuse_unread_splits(directory: Path, files: dict[str, dict[str, Path]]) -> None:
+    """Raises ConfigError for text beside `files` that is named after a split, such as valid.txt."""
+    # Plain text has the names of SPLITS, but records may have the other names in WORDS.
+    names_read = set()
+    for files_of_split in files.values():
+        for file in files_of_split.values():
+            names_read.add(file.relative_to(directory).parts[0])
+    for path in sorted(directory.iterdir()):
+        word, dot, ending = path.name.lower().partition('.')
+        if word not in WORDS or path.name in names_read:
+            continue
+        is_text = dot + ending in (*TEXT, *records.SUFFIXES)
+        if is_text or (path.is_dir() and _text_files(path, directory)):
+            split = WORDS[word]
+            raise ConfigError(
+                f'data.path: {str(path)!r} is not read beside {sorted(names_read)[0]}; give its '
+                f'text as {split}.txt or in a folder {split}, or move it'
+            )
 
 
 def _refuse_feature(config: DataConfig) -> None:
@@ -247,7 +269,12 @@ def _text_files(folder: Path, directory: Path) -> dict[str, Path]:
     """Returns the plain-text files below a folder, by path in `directory`: 'train/a.txt'."""
     # `rglob` raises NotImplementedError for a folder in a bucket.
     with explain_read_errors(repr(str(folder)), 'give its text as a file', NotImplementedError):
-        files = sorted(path for path in folder.rglob('*') if path.name.endswith(TEXT))
+        files = sorted(path for path in folder.rglob('*') if path.name.lower().endswith(TEXT))
+    for file in files:
+        if not file.name.endswith(TEXT):
+            raise ConfigError(
+                f'data.path: {str(file)!r} is not read; write its suffix in lower case, or move it'
+            )
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 
