@@ -1,6 +1,7 @@
 """Corpora from TensorFlow Datasets (tfds) and Hugging Face `datasets`.
 
-Each example of a dataset is a document. Examples without text are left out.
+Each example of a dataset is a document. Examples without text are left out, but the empty texts of
+tfds are kept.
 """
 
 import re

@@ -55,7 +55,10 @@ def divide_texts(corpus: Corpus, rule: str) -> Corpus:
 
 
 def _cut_texts(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
-    """Cuts each text into documents and yields them. No document is only white space."""
+    """Cuts each text into documents and yields them.
+
+    No document is only white space, unless the whole text is.
+    """
     for text in texts:
         starts = [0]  # document starts
         for cut in find_cuts(text):

@@ -123,7 +123,7 @@ class TranslationRows(Rows):
             f'{num_dropped} sentence pairs do not fit into model.source_context='
             f'{self.source_length} and model.context={self.length}; they must be at least '
             f'{longest_source} and {longest_target}, or set data.drop_long=True to leave such '
-            'pairs out, of evaluation too.'
+            'pairs out of training and of losses.'
         )
 
     def count(self, split: str) -> int:
