@@ -710,7 +710,6 @@ def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
     programs = re.findall(r'```python\n(import hashlib.*?)```', page, re.DOTALL)
     assert len(programs) == 1
     directory = tmp_path / 'tokens'
-    directory.mkdir()
     (tmp_path / 'writer.py').write_text(programs[0])
     monkeypatch.chdir(tmp_path)
     runpy.run_path('writer.py')
