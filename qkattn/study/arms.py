@@ -151,8 +151,9 @@ def _require_different_models(arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if two arms have the same model."""
     arm_of_model: dict[ModelConfig, PlannedArm] = {}
     for arm in arms:
-        # d_ff=None means the default width, which is made explicit to compare models.
-        model = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width)
+        # d_ff=None means the default width, which is made explicit to compare models. The hash of a
+        # run leaves out the kernel, so arms that differ in it alone would share their runs.
+        model = dataclasses.replace(arm.model, d_ff=arm.model.mlp_width, kernel=ModelConfig.kernel)
         if model in arm_of_model:
             raise ConfigError(
                 f'{arm_of_model[model].key} and {arm.key} are the same model; leave one out, or '
