@@ -347,7 +347,7 @@ def _model_at_baseline_shape(
         variant: The variant, such as 'qk/no_o?qk_norm=True'.
 
     Raises:
-        ConfigError: The variant sets a field that the size also sets, or that is tuned.
+        ConfigError: Variant and size set the same field, or one of them sets a tuned field.
     """
     variant_fields = parse_variant(variant)
     fields_set_twice = sorted(variant_fields.keys() & size_fields.keys())
@@ -357,6 +357,8 @@ def _model_at_baseline_shape(
         is_tuned = bool(getattr(study.tuning, f'{name}s'))  # such as tuning.score_scales
         if name in variant_fields and is_tuned:
             raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
+        if name in size_fields and is_tuned:
+            raise ConfigError(f'sizes set {name}={size_fields[name]!r}, which tuning.{name}s tunes')
     return dataclasses.replace(study.base.model, **size_fields, **variant_fields)
 
 

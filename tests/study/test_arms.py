@@ -131,6 +131,14 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
             {'expected': ('shared_qk/vo is bad',)},
             "expected='shared_qk/vo is bad' must be a variant and a decision",
         ),
+        (
+            # Tuning replaces the value, so the name of the size would be wrong.
+            {
+                'sizes': ('d_model=64&score_scale=0.5',),
+                'tuning': TuningConfig(seeds=(5,), score_scales=(1.0, 2.0)),
+            },
+            'sizes set score_scale=0.5, which tuning.score_scales tunes',
+        ),
         ({'expected': ('qk/vo is worse',)}, "'qk/vo' is not among the arms that are compared"),
         (
             {'match': None, 'expected': ('shared_qk/no_v is worse at equal shape',)},
