@@ -75,7 +75,7 @@ def parse_fields(text: str, context: str) -> dict[str, Any]:
             raise ConfigError(f'{context} sets {name} twice')
         try:
             fields[name] = ast.literal_eval(value_text)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError, TypeError, RecursionError):
             fields[name] = value_text
     return fields
 

@@ -84,6 +84,11 @@ def test_arms_are_matched_to_the_baseline(grid_arms):
             'model.num_heads=[4] must be of type int',
         ),
         (
+            # A list is no key of a dict, so this is not a literal but a text.
+            {'variants': ('qk/vo', 'qk/vo?num_heads={[]:1}')},
+            "model.num_heads='{[]:1}' must be of type int",
+        ),
+        (
             {'variants': ('qk/vo', 'qk/vo?positions=rope&head_size=7'), 'match': None},
             'qk with d_model=64 and head_size=7 rotates 7 channels of a head',
         ),
