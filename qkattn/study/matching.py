@@ -230,7 +230,8 @@ def match(
     gap = cost_before_fill / target - 1
     is_unchanged = destination != 'd_ff' and value == dimension.baseline_value
     if is_unchanged and abs(gap) > tolerance:
-        raise MatchError(_why_unchanged(dimension, target))
+        absorbs = bool(fill and cost_per_unit)
+        raise MatchError(_why_unchanged(dimension, target, absorbs))
 
     # Refuse a model that misses the target.
     residual = cost.measured(matched, which) / target - 1
@@ -248,8 +249,10 @@ def match(
     return matched
 
 
-def _why_unchanged(dimension: Dimension, target: float) -> str:
+def _why_unchanged(dimension: Dimension, target: float, absorbs: bool) -> str:
     """Says why no other value of a dimension is nearer to the target cost.
+
+    `absorbs` is whether d_ff makes up for the difference.
 
     For example, the nearest usable values are d_model=96, 7% below the target, and d_model=104, 8%
     above it:
@@ -261,7 +264,9 @@ def _why_unchanged(dimension: Dimension, target: float) -> str:
     value = dimension.baseline_value
     gap = dimension.cost(value) / target - 1
     here = f'is {gap:+.2%} from the target at {name}={value}'
-    no_other = f'no other {name} is nearer, so d_ff would absorb it all'
+    no_other = f'no other {name} is nearer'
+    if absorbs:
+        no_other += ', so d_ff would absorb it all'
 
     next_value = dimension.next_toward(target, value)
     if next_value is None:

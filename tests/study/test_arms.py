@@ -131,11 +131,6 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
             },
             "variant 'qk/vo?score_scale=2.0' sets score_scale, which tuning.score_scales tunes",
         ),
-        # `expected` lists positive controls: arms with the decision that is expected of them.
-        (
-            {'expected': ('shared_qk/vo is bad',)},
-            "expected='shared_qk/vo is bad' must be a variant and a decision",
-        ),
         (
             # Tuning replaces the value, so the name of the size would be wrong.
             {
@@ -143,6 +138,11 @@ def test_a_wrong_study_without_tuning_is_refused(fields, message):
                 'tuning': TuningConfig(seeds=(5,), score_scales=(1.0, 2.0)),
             },
             'sizes set score_scale=0.5, which tuning.score_scales tunes',
+        ),
+        # `expected` lists positive controls: arms with the decision that is expected of them.
+        (
+            {'expected': ('shared_qk/vo is bad',)},
+            "expected='shared_qk/vo is bad' must be a variant and a decision",
         ),
         ({'expected': ('qk/vo is worse',)}, "'qk/vo' is not among the arms that are compared"),
         (
@@ -752,6 +752,15 @@ def test_a_destination_grows_by_what_the_variant_saves(
             {},
             'is -7.54% from the target at d_model=128, and no other d_model is nearer, so d_ff',
             id='no nearer d_model',
+        ),
+        pytest.param(
+            # With fill=None, d_ff absorbs nothing.
+            {'d_model': 128, 'head_size': 32},
+            {'score': 'query_free'},
+            'd_model',
+            {'fill': None},
+            'no other d_model is nearer: at d_model=129 it cannot be built',
+            id='no nearer d_model without a fill',
         ),
         pytest.param(
             {},
