@@ -57,9 +57,9 @@ def parse_expected(text: str) -> Expected:
     Raises:
         ConfigError: The text does not have this form.
     """
-    label_pattern = r'\S+(?: \[\w+\])?'
+    # Options may have spaces between them, as in 'shared_qk(key_norm=True, self_mask=True)/vo'.
     decision_pattern = '|'.join(EXPECTED)
-    match = re.fullmatch(rf'({label_pattern}) is ({decision_pattern})( at equal shape)?', text)
+    match = re.fullmatch(rf'(.+?) is ({decision_pattern})( at equal shape)?', text)
     if match is None:
         raise ConfigError(
             f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '

@@ -25,6 +25,12 @@ def test_a_positive_control_is_about_an_arm_of_each_size():
     assert expected_arms(KEYS, expected) == [ARM, LARGER_ARM]
 
 
+def test_a_positive_control_may_have_options_with_spaces():
+    variant = 'shared_qk(key_norm=True, self_mask=True)/vo'
+    # The label ends before ' is not worse', whatever comes before.
+    assert parse_expected(f'{variant} [d_ff] is not worse').variant == f'{variant} [d_ff]'
+
+
 def test_a_positive_control_at_the_same_shape_is_about_the_control():
     expected = parse_expected('b/vo is worse at equal shape')
     assert expected_arms(KEYS, expected) == [ARM_AT_SAME_SHAPE]
