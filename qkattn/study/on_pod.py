@@ -63,9 +63,10 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
 
 def _largest_runs(planned: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Returns for each model the run with the most trials."""
+    # The model of the arm, because settings that are tuned change neither memory nor FLOPs.
     largest: dict[object, PlannedRun] = {}  # by model
     for run in planned:
-        largest_so_far = largest.setdefault(run.config.model, run)
+        largest_so_far = largest.setdefault(run.arm.model, run)
         if len(run.config.trials.trials()) > len(largest_so_far.config.trials.trials()):
-            largest[run.config.model] = run
+            largest[run.arm.model] = run
     return list(largest.values())

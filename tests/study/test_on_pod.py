@@ -1,5 +1,7 @@
 """Dry runs of a study on a pod: a row for each model, and notes on what differs."""
 
+import dataclasses
+
 import pytest
 
 from qkattn.config import ControlsConfig
@@ -7,7 +9,7 @@ from qkattn.model import cost
 from qkattn.study import on_pod
 from qkattn.study.arms import build_arms
 from qkattn.train.dry_run import Description
-from tests.study.test_plan import study_with
+from tests.study.test_plan import STUDY, study_with
 
 
 @pytest.fixture
@@ -80,3 +82,14 @@ def test_each_model_of_a_study_is_described_once_with_its_most_trials(described_
         'mesh data=8',
         'qk/vo d_model=64: WARNING the program DOES NOT FIT',
     ]
+
+
+def test_a_model_whose_initialization_is_tuned_is_described_once(described_configs):
+    """Each factor of the initialization is a run of its own, but the model is the same."""
+    tuning = dataclasses.replace(STUDY.tuning, init_qks=(0.5, 1.0, 2.0))
+    study = study_with(variants=('qk/vo',), tuning=tuning)
+
+    on_pod.described_arms(study, build_arms(study), 'h100-1x8')
+
+    # The study has one variant at one size.
+    assert len(described_configs) == 1
