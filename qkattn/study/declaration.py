@@ -91,10 +91,9 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
     """
     declared = content(study, arms)
     study_file = path / 'study.json'
-    ledger_file = path / ledger.NAME
     with locked(path / 'lock'):
         stored.unpack_in_place(path)
-        is_new = not (study_file.exists() or ledger_file.exists() or (path / 'runs').exists())
+        is_new = _is_new(path)
         earlier = None  # the present content of study.json
         if study_file.exists():
             earlier = records.read_json(study_file, {})
@@ -146,11 +145,21 @@ def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """
     require_no_run(path)
     require_chain(path, study, arms)
+    declared = content(study, arms)
     study_file = path / 'study.json'
+    earlier = None  # the present content of study.json
     if study_file.exists():
         earlier = records.read_json(study_file, {})
-        _continued(study_file, study, earlier, content(study, arms))
+        declared = _continued(study_file, study, earlier, declared)
+    if not _is_new(path):
+        _require_declared(study_file, earlier, declared)
     _check_runs(path, study, arms)
+
+
+def _is_new(path: Path) -> bool:
+    """Returns whether a directory holds no part of a study."""
+    parts = ('study.json', ledger.NAME, 'runs')
+    return not any((path / name).exists() for name in parts)
 
 
 def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:

@@ -607,6 +607,13 @@ def test_a_directory_whose_files_were_changed_is_refused(
     assert not trained
 
 
+def test_a_dry_run_refuses_a_study_without_its_ledger(finished):
+    """A dry run makes the checks of the start, which needs the declaration in the ledger."""
+    (finished / ledger.NAME).unlink()
+    with pytest.raises(ConfigError, match='ledger.jsonl does not exist, or declares no study'):
+        declaration.check(finished, STUDY, build_arms(STUDY))
+
+
 def test_results_that_two_arms_exchanged_are_refused(trained, finished):
     """The file result.json names the hash of its run's config, so it fits no other run."""
     planned = read_lines(finished / 'plan.jsonl')
