@@ -252,6 +252,16 @@ def is_optional(kind: str, field: str) -> bool:
     return 'None' in str(FIELDS[kind][field].kind)
 
 
+def test_a_flag_may_be_a_fraction_where_the_file_has_a_whole_number():
+    config = from_json(Config, {'model': {'dropout': 0}})
+
+    # dropout is a float, and a file may write 0 for 0.0.
+    assert parse_overrides(config, {'model.dropout': 0.5}).model.dropout == 0.5
+
+    # Without a flag, the number stays an int, because the hash of a config tells 0 from 0.0.
+    assert type(parse_overrides(config, {}).model.dropout) is int
+
+
 def test_optional_settings_are_switched_off_on_the_command_line():
     for kind, fields in FIELDS_TO_TRY.items():
         for field in fields:

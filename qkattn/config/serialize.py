@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import numbers
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -216,6 +217,9 @@ def to_config_dict(config: Any) -> config_dict.ConfigDict:
             placeholder = config_dict.placeholder(value_types[0])
             placeholder.set(value)
             values[field.name] = placeholder
+        elif annotation is float and isinstance(value, int):
+            # A file may say dropout=0, and a flag 0.1. The hashes of 0 and 0.0 differ, so 0 stays.
+            values[field.name] = config_dict.FieldReference(value, field_type=numbers.Real)
         else:
             values[field.name] = value
     return values.lock()

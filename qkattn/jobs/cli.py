@@ -4,6 +4,7 @@ import difflib
 import errno
 import inspect
 import logging
+import numbers
 import operator
 import os
 import re
@@ -115,6 +116,8 @@ class _OrNone(flags.ArgumentParser):
 
 config_flags.register_flag_parser_for_type(int, _OrNone(flags.IntegerParser()))
 config_flags.register_flag_parser_for_type(float, _OrNone(flags.FloatParser()))
+# The type of a float whose value in the config file is a whole number; see `to_config_dict`.
+config_flags.register_flag_parser_for_type(numbers.Real, _OrNone(flags.FloatParser()))
 config_flags.register_flag_parser_for_type(str, _OrNone(flags.ArgumentParser()))
 
 
