@@ -300,7 +300,9 @@ def macro(template: str, name: str, context: Mapping[str, Any], /, **values: Any
 
 def tidy(text: str) -> str:
     """Puts text on one line, without spaces before punctuation marks."""
-    return re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
+    tidied = re.sub(r' ([,;:.)])(?=[ ,;.)]|$)', r'\1', one_line(text))
+    # Escaped text stays Markup, so that a page does not escape it again.
+    return markupsafe.Markup(tidied) if isinstance(text, markupsafe.Markup) else tidied
 
 
 def device(provenance: Mapping[str, Any]) -> str:

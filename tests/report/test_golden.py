@@ -29,6 +29,7 @@ from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode
 from tests import studies
 from tests.processes import ROOT
 from tests.report.conftest import (
+    BASE,
     LONG,
     SIZES,
     Page,
@@ -639,6 +640,22 @@ def test_names_break_between_their_parts(decided_page):
 
 def test_a_name_that_breaks_is_escaped():
     assert prose.breakable('a/<b>') == 'a/<wbr>&lt;b&gt;'
+
+
+def test_a_page_escapes_the_names_of_sizes_once(study_dir):
+    sizes = ['d_model=64&num_heads=4', 'd_model=96&num_heads=6']
+    records = []
+    for size in sizes:
+        records += tuned_arm('qk/vo', size, BASE)
+        records += tuned_arm('bad/vo', size, losses_around(0.05))
+    write_tuned(study_dir, records)
+
+    text = Page(documents(findings_of(study_dir), ())['report.html']).text
+
+    # A browser shows a name that is escaped twice as d_model=64&amp;num_heads=4.
+    assert '&amp;' not in text
+    for size in sizes:
+        assert f', {size}), each arm at its own tuned learning rate' in text
 
 
 def test_a_format_of_plots_that_does_not_exist_is_refused(study_dir):
