@@ -386,6 +386,16 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
     return arm_title(key, context.get('study'))
 
 
+@jinja2.pass_context
+def _arm_name(context: jinja2.runtime.Context, arm: TrainedArm) -> str:
+    """Returns an arm's variant, with size and corpus if the study has several of either."""
+    study = context['study']
+    is_only_arm_of_variant = not size_and_corpus(study, arm)
+    if is_only_arm_of_variant:
+        return arm.variant
+    return arm_title(arm.key._replace(control=None), study)
+
+
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
     """Returns the distinct recorded values of each detail of a metric, by the detail's name."""
     trials = [trial for arm in arms for trial in arm.chosen]
@@ -427,6 +437,7 @@ def breakable(name: str) -> markupsafe.Markup:
 
 
 FILTERS = {
+    'arm_name': _arm_name,
     'arm_title': _arm_title,
     'breakable': breakable,
     'by_difference': _by_difference,

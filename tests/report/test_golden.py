@@ -658,6 +658,26 @@ def test_a_page_escapes_the_names_of_sizes_once(study_dir):
         assert f', {size}), each arm at its own tuned learning rate' in text
 
 
+def test_sentences_about_arms_of_several_sizes_name_the_size(study_dir):
+    """The sentences on positive controls and on longer training name the size of each arm."""
+    sizes = ['d_model=64', 'd_model=96']
+    records = []
+    for size in sizes:
+        for length in ({}, {'control': 'longer', 'num_steps': 1600, 'num_tokens': 1600 * 768}):
+            records += tuned_arm('qk/vo', size, BASE, **length)
+            records += tuned_arm('bad/vo', size, losses_around(0.05), **length)
+    controls = {'equal_shape': False, 'longer': 4, 'longer_seeds': []}
+    write_tuned(study_dir, records, expected=['bad/vo is worse'], controls=controls)
+
+    text = ' '.join(tables.summary(findings_of(study_dir)))
+
+    # The difference is the same at both sizes, so only the size tells the arms apart.
+    assert 'Positive control: bad/vo at d_model=64 is worse than qk/vo' in text
+    assert 'Positive control: bad/vo at d_model=96 is worse than qk/vo' in text
+    assert 'from qk/vo: bad/vo at d_model=64 +0.0500 [' in text
+    assert ', bad/vo at d_model=96 +0.0500 [' in text
+
+
 def test_a_format_of_plots_that_does_not_exist_is_refused(study_dir):
     with pytest.raises(ConfigError, match=r"plots='gif' is no format; valid are png, pdf, svg"):
         show_report(study_dir, ['gif'])
