@@ -73,7 +73,8 @@ MATRICES = re.compile(r'W_[QKVO]+|[QK] = [KV](?: = V)?')
 # targets, and references such as (Shazeer 2019, arXiv 1911.02150).
 NOT_PROSE = re.compile(
     r'```.*?```'
-    r'|<!-- \w+: \S+ -->.*?<!-- end -->'
+    # A comment without an end, such as `<!-- example: FILE -->`, begins no block.
+    r'|<!-- \w+: \S+ -->(?:(?!<!--).)*<!-- end -->'
     r'|<!--.*?-->'
     r'|`[^`]*`'
     r'|\]\([^)]*\)'

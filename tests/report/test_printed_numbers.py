@@ -128,6 +128,15 @@ def test_each_other_number_needs_an_entry(number):
     assert digits in passages[0]
 
 
+def test_a_comment_without_an_end_hides_no_number():
+    """A block is hidden from its first comment to `<!-- end -->`, as it is made from results."""
+    block = '<!-- headline: DIR -->\n5 better\n<!-- end -->'
+    page = f'<!-- example: file.py -->\nIt is 3 of them.\n{block}\nIt is over.'
+    # The first comment begins no block. So the 3 needs an entry, and only the 5 is in a block.
+    [passage] = uncovered(page, texts=[])
+    assert 'It is 3 of' in passage
+
+
 CODE = """
 A = 0.05
 B: int = 3
