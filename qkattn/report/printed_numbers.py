@@ -144,13 +144,29 @@ def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str
     # The format {:.0%} writes '5%', but pages have '5 %'.
     text = one_line(re.sub(r'(?<=\d)%', ' %', text))
     page = entry['page']
-    if text not in one_line(read_page(root / page)):
+    if not _contains(one_line(read_page(root / page)), text):
         source_field = FIELDS[kind][2]  # 'log', 'source' or 'reason'
         raise ReportError(
             f'{page} does not contain {text!r}, which is what {entry[source_field]} gives; correct '
             f'the page, or {where}'
         )
     return text
+
+
+def _contains(line: str, text: str) -> bool:
+    """Returns whether a line contains a text whose numbers are not parts of longer numbers.
+
+    For example, 'a loss of 11.35' and 'a loss of 1.359' do not contain '1.35'.
+    """
+    number_spans = [number.span() for number in NUMBER.finditer(line)]
+    for match in re.finditer(re.escape(text), line):
+        boundaries = match.span()
+        cuts_a_number = any(
+            start < boundary < end for start, end in number_spans for boundary in boundaries
+        )
+        if not cuts_a_number:
+            return True
+    return False
 
 
 def _check_fields(kind: str, entry: Any, where: str) -> None:

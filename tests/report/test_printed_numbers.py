@@ -78,6 +78,10 @@ def test_entries_that_agree_are_counted(numbers_toml):
     [
         ('README.md', '-0.034', '-0.035', "README.md does not contain 'no_o -0.034, 12.5 % of it'"),
         ('README.md', '1.88 nats', '1.9 nats', "does not contain '1.88 nats'.*example.org"),
+        # The text of an entry may not be a part of a longer number.
+        ('README.md', '1.88 nats', '-1.88 nats', "does not contain '1.88 nats'.*example.org"),
+        ('README.md', '1.88 nats', '11.88 nats', "does not contain '1.88 nats'.*example.org"),
+        ('README.md', '0.01 in', '0.019 in', "does not contain 'the margin is 0.01'"),
         ('README.md', '\nW_K', '\n5 W_K', 'prints a number .* that no entry .* has: .*5 W_K'),
         ('README.md', 'W_O is', 'W_O and W_K is', "does not contain 'W_O is not needed'"),
         ('README.md', 'W_O is', 'W_K is. W_O is', 'a number or a result that no entry .*W_K is'),
