@@ -100,13 +100,22 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
         The number of blocks.
 
     Raises:
-        ReportError: A block is checked and differs. The message shows the first difference.
+        ReportError: A block has no end, or is checked and differs. The message shows the first
+            difference.
     """
     path = Path(path)
     page = read_page(path)
     names = '|'.join(blocks)
     start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
-    block = re.compile(rf'(?P<start>{start}).*?(?P<end><!-- end -->)', re.DOTALL)
+    # A block contains no other comment.
+    block = re.compile(rf'(?P<start>{start})(?:(?!<!--).)*(?P<end><!-- end -->)', re.DOTALL)
+    starts_of_blocks = {match.start() for match in block.finditer(page)}
+    for match in re.finditer(start, page):
+        if match.start() not in starts_of_blocks:
+            raise ReportError(
+                f'{path}: the block {match["name"]}: {match["directory"]} has no <!-- end --> '
+                'before the next comment; add it'
+            )
 
     def regenerate(match: re.Match[str]) -> str:
         """Returns a block with new text between its two comments."""

@@ -341,6 +341,18 @@ def test_a_headline_that_differs_from_its_study_is_refused(study, tmp_path):
         check_page(page)
 
 
+@pytest.mark.parametrize('write', [False, True])
+@pytest.mark.parametrize('rest', ['after', '<!-- headline: kept -->\n<!-- end -->\n'])
+def test_a_headline_without_an_end_is_refused(study, tmp_path, rest, write):
+    """A headline without its second comment would be prose, which `check_page` does not check."""
+    page = tmp_path / 'README.md'
+    text = f'<!-- headline: kept -->\n| qk/no_v | -0.5 |\n{rest}'
+    page.write_text(text)
+    with pytest.raises(ReportError, match=r'the block headline: kept has no <!-- end --> before'):
+        check_page(page, write=write)
+    assert page.read_text() == text
+
+
 def test_an_export_to_a_bucket_writes_nothing_here(written, bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report.export(written, 'gs://runs/kept')
