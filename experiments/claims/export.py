@@ -25,6 +25,7 @@ from qkattn.storage.files import as_path, join_without_links
 from qkattn.storage.records import damaged_file_error, flat, parse_file, read_dataclass, write_json
 from qkattn.study.arm_key import SAME_SHAPE
 from qkattn.study.arms import parse_variant
+from qkattn.verdict import longer
 from qkattn.verdict.trained_arm import TrainedArm, with_baselines
 
 CLAIMS = 'claims.json'
@@ -281,15 +282,25 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
 def export(decided: Iterable[ClaimResult], results: Results, destination: str | Path) -> None:
     """Writes claims.json, answers.json and the studies behind them into a directory.
 
+    The scaling study and studies that train longer are exported too.
+
     Raises:
         ReportError: The destination holds something else.
     """
     decided = list(decided)
     destination = as_path(destination)
-    for name in dict.fromkeys([*results.with_repeats(decided), SCALING]):
+    names = [*results.with_repeats(decided), SCALING]
+    for model in MODELS.values():
+        names += model.longer_studies
+    names = list(dict.fromkeys(names))
+    for name in names:
         findings = results.study(name)
         if findings is None:
             continue
+        # Studies beside this one that train longer say which of its differences are settled.
+        for longer_study in longer.studies_beside(findings.study):
+            if longer_study.name not in names:
+                names.append(longer_study.name)
         # A study cannot be read without the studies that it repeats.
         for earlier in findings.study.earlier:
             if earlier.path is not None:

@@ -15,6 +15,7 @@ from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.report.figures import style
 from tests.experiments.claims import conftest
 from tests.report.conftest import row_names
+from tests.studies import tuned_arm, write_tuned
 
 STORED = {claim.name: claim for claim in read_claims(conftest.CLAIMS)}
 STORED_ANSWERS = read_answers(conftest.CLAIMS)
@@ -334,6 +335,43 @@ def test_answers_have_a_row_of_longer_training(committed, monkeypatch):
     # `length` says whether longer training confirms the difference of the short row.
     assert short_row.length == 'at this length'
     assert longer_row.length is None
+
+
+def write_study_of_length(directory, num_steps, seeds):
+    """Writes a tuned study in which query_free/vo is worse than qk/vo by about 0.05."""
+    records = []
+    for variant, lowest_loss in {'qk/vo': 2.0, 'query_free/vo': 2.05}.items():
+        losses = [lowest_loss + 0.001 * index for index in range(len(seeds))]
+        length = {'num_steps': num_steps, 'num_tokens': num_steps * 768}
+        records += tuned_arm(variant, losses=losses, seeds=seeds, **length)
+    write_tuned(directory, records, seeds=list(seeds))
+    base = json.loads((directory / 'study.json').read_text())['base']
+    base['train']['num_steps'] = num_steps
+    write_tuned(directory, records, seeds=list(seeds), base=base)
+
+
+def test_studies_that_train_longer_are_exported_with_the_claims(tmp_path, monkeypatch):
+    """An export has each study that says whether a difference is settled.
+
+    The arm query_free/vo is worse by 0.05 in lm_dropped. Two studies train it four times as long:
+    lm_long, whose differences are answers, and another study beside them.
+    """
+    workdir = tmp_path / 'workdir'
+    write_study_of_length(workdir / 'lm_dropped', 400, seeds=range(8))
+    write_study_of_length(workdir / 'lm_long', 1600, seeds=range(56, 64))
+    write_study_of_length(workdir / 'mine', 1600, seeds=range(64, 72))
+    monkeypatch.setattr(export, 'CHANGES', {'drop W_Q': 'query_free/vo'})
+    claim = dataclasses.replace(STORED['B4'], studies=('lm_dropped',))
+
+    export.export([claim], Results(workdir), tmp_path / 'kept')
+
+    # `check` of the export finds the same answers, as every study that they need is there.
+    answers = export.answers(Results(workdir))
+    assert answers == export.answers(Results(tmp_path / 'kept'))
+    assert answers[0].row('decoder', Kind.MATCHED).length == 'settled'
+    assert answers[0].row('decoder', Kind.LONGER) is not None
+    directories = {path.parent.name for path in tmp_path.glob('kept/*/study.json')}
+    assert directories == {'lm_dropped', 'lm_long', 'mine'}
 
 
 @pytest.fixture
