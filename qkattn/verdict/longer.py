@@ -15,6 +15,7 @@ from qkattn.config.serialize import OF_MACHINE
 from qkattn.stats.decision import Decision
 from qkattn.storage.records import flat, parse_file
 from qkattn.study.arm_key import LONGER, ArmKey
+from qkattn.study.chain import HARMLESS
 from qkattn.study.family import is_compared
 from qkattn.verdict import judging
 from qkattn.verdict.codes import Remark
@@ -24,16 +25,7 @@ from qkattn.verdict.trained_arm import TrainedArm
 from qkattn.verdict.trained_study import TrainedStudy, read_base
 
 # Settings and sections in which two studies of different training lengths may differ.
-_FREE = (
-    'train.num_steps',
-    'train.eval_every',
-    'train.log_every',
-    'train.checkpoint_every',
-    'train.steps_per_dispatch',
-    'train.lifting',
-    'trials',
-    *OF_MACHINE,
-)
+_FREE = ('train.num_steps', 'trials', *HARMLESS, *OF_MACHINE)
 # The fields that are read from study.json of other studies, with their types.
 _SCHEMA = {
     'base': {'model': {'kind': str}},

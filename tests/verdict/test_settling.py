@@ -221,8 +221,11 @@ def test_a_longer_study_may_differ_in_the_length_of_training_alone():
     # Other seeds and evaluations are allowed too.
     long = language_model('cpu', seeds=6, first_seed=56, evaluations=8, times_as_long=4)
     rope = language_model('cpu', positions='rope')
+    # How many layers of a loop are compiled as one changes no model.
+    unrolled = language_model('cpu', scan_unroll=1)
 
     settings = longer._settings_to_compare(short)
 
     assert longer._settings_to_compare(long) == settings
+    assert longer._settings_to_compare(unrolled) == settings
     assert longer._settings_to_compare(rope) != settings
