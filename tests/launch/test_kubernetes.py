@@ -298,6 +298,20 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
             assert machine.hosts * chips_per_host == num_chips
 
 
+@pytest.mark.parametrize(('extras', 'requirement'), [('', '.'), ('tpu,gcs', '.[tpu,gcs]')])
+def test_the_image_is_built_with_and_without_extras(extras, requirement):
+    """The Dockerfile names what pip installs by an expression of the shell, with EXTRAS in it."""
+    dockerfile = (LAUNCH / 'kubernetes/Dockerfile').read_text()
+    expression = re.search(r' -e (".*?")', dockerfile)[1]
+
+    printed = subprocess.check_output(
+        ['sh', '-c', f'printf %s {expression}'], env={**os.environ, 'EXTRAS': extras}, text=True
+    )
+
+    # pip takes '.[]' for the name of a directory, so no extras have no brackets.
+    assert printed == requirement
+
+
 def test_a_manifest_is_handed_to_kubectl_once(tmp_path):
     """The launcher calls `kubectl create`, and ends with its exit code."""
     # The stand-in for kubectl writes its arguments and its input to files, and ends with 3.
