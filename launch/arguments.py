@@ -40,9 +40,10 @@ def check_workdir_lasts(
         options: The flags of the launcher.
         storage: What would last, for the message: 'a gs:// directory'.
         machines: What is deleted, for the message: 'hosts'.
-        other_paths: Prefixes of directories that last, besides gs://.
+        other_paths: Directories that last, with a slash at the end, besides gs://.
     """
-    is_persistent = options.workdir.startswith(('gs://', *other_paths))
+    # '/runs/' contains '/runs' and '/runs/a', but not '/runs2'.
+    is_persistent = f'{options.workdir}/'.startswith(('gs://', *other_paths))
     if is_persistent or not options.command:
         return
     reason = f'--workdir={options.workdir}: without {storage}, '

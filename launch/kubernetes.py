@@ -222,7 +222,7 @@ def main() -> int:
         options,
         storage='gs:// or /runs of a --volume',
         machines='pods',
-        other_paths=['/runs'] if options.volume else [],
+        other_paths=['/runs/'] if options.volume else [],
     )
     if options.dry_run:
         print(text, end='')

@@ -129,10 +129,19 @@ def test_a_directory_on_a_mounted_volume_is_not_warned_of():
     to_volume = dry_run_errors(
         'kubernetes', '--volume=claim', command=('train', '--workdir=/runs/w')
     )
+    to_mount_itself = dry_run_errors(
+        'kubernetes', '--volume=claim', command=('train', '--workdir=/runs')
+    )
     to_host = dry_run_errors('kubernetes', '--volume=claim', command=('train', '--workdir=runs/w'))
+    # /runs2 begins like /runs, but is not below it.
+    beside_volume = dry_run_errors(
+        'kubernetes', '--volume=claim', command=('train', '--workdir=/runs2/w')
+    )
 
     assert WARNING not in to_volume
+    assert WARNING not in to_mount_itself
     assert WARNING in to_host
+    assert WARNING in beside_volume
 
 
 @pytest.mark.parametrize('name', ['kubernetes', 'sky'])
