@@ -76,7 +76,8 @@ def submissions(options: Namespace, path: str) -> list[list[str]]:
         flags += ['--infra', options.infra]
     if not options.workers:
         flags += ['--num-nodes', str(options.nodes)]
-    extras = 'tpu,gcs' if options.accelerators.startswith('tpu') else 'cuda,gcs'
+    is_tpu = options.accelerators.lower().startswith('tpu')  # SkyPilot also takes TPU-V6E-8
+    extras = 'tpu,gcs' if is_tpu else 'cuda,gcs'
     for variable in (f'EXTRAS={extras}', f'RETRIES={options.retries}', *options.env):
         flags += ['--env', variable]
 

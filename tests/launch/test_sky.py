@@ -142,6 +142,13 @@ def test_a_worker_of_a_study_needs_no_addresses(tmp_path):
     assert_starts_without_addresses(start, ['ablate', *AWKWARD])
 
 
+def test_tpus_in_capitals_get_the_extras_of_tpus():
+    # SkyPilot takes the names of TPUs in capitals, too.
+    _, [command] = yaml_and_commands('--accelerators=TPU-v6e-8')
+
+    assert 'EXTRAS=tpu,gcs' in command
+
+
 def test_each_worker_of_a_study_is_a_job_of_skypilot(tmp_path):
     """For two workers, `sky` is called twice, with the commands that a dry run prints."""
     flags = ['--accelerators=tpu-v6e-8', '--workers=2', '--infra=gcp', '--env=A=b c', '--on_demand']
