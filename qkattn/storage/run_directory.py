@@ -242,7 +242,9 @@ def git_state(directory: Path = PACKAGE) -> dict[str, Any]:
         commit = git('rev-parse', 'HEAD')
         changed_files = git('status', '--porcelain')
     except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, 'stderr', None) or str(error)
+        reason = str(error)
+        if isinstance(error, subprocess.CalledProcessError) and error.stderr:
+            reason = error.stderr
         return {'commit': None, 'dirty': None, 'reason': reason.strip()}
     return {'commit': commit, 'dirty': bool(changed_files)}
 

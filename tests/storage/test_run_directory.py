@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
@@ -264,6 +265,21 @@ def test_the_git_state_counts_a_new_file_with_a_name_in_latin_1(tmp_path):
     (package / name).touch()
 
     assert run_directory.git_state(package) == {'commit': commit, 'dirty': True}
+
+
+def test_the_git_state_says_that_git_is_too_slow(tmp_path, monkeypatch):
+    """git warns on standard error, and does not end in time, as on a slow network disk."""
+
+    def time_out(command, **settings):
+        # `subprocess.run` gives the output before a timeout as bytes, whatever the encoding.
+        raise subprocess.TimeoutExpired(command, settings['timeout'], stderr=b'warning: slow')
+
+    monkeypatch.setattr(run_directory, 'run_program', time_out)
+
+    state = run_directory.git_state(tmp_path)
+
+    # 30 s is the timeout. The reason is text, because provenance.json stores it.
+    assert state['reason'].endswith('timed out after 30 seconds')
 
 
 def test_the_git_state_says_that_git_is_missing(tmp_path, monkeypatch):
