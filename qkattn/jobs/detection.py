@@ -120,7 +120,8 @@ def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
         cluster: Jax's class that reads the variables of the engine.
     """
     is_tpu_engine = cluster not in (OmpiCluster, SlurmCluster)
-    may_use_tpus = 'tpu' in os.environ.get('JAX_PLATFORMS', 'tpu')
+    platforms = os.environ.get('JAX_PLATFORMS')
+    may_use_tpus = not platforms or 'tpu' in platforms  # jax takes '' for all platforms
     if is_tpu_engine and not may_use_tpus:
         return None
     if not cluster.is_env_present():

@@ -118,6 +118,8 @@ def test_a_single_process_is_a_job_of_its_own(environ, detect_job):
             id='openmpi with an address',
         ),
         pytest.param(GKE, GKE_JOB, id='gke'),
+        # JAX takes an empty variable for one that is not set.
+        pytest.param(GKE | {'JAX_PLATFORMS': ''}, GKE_JOB, id='gke with empty platforms'),
         pytest.param(SLICES, SLICES_JOB, id='gke with slices'),
     ],
 )
