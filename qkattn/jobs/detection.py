@@ -170,7 +170,13 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     # Slurm and Open MPI call processes tasks.
     if engine == 'slurm':
         rank_on_node = int(os.environ['SLURM_LOCALID'])
-        tasks_on_node = num_processes // int(os.environ['SLURM_STEP_NUM_NODES'])
+        num_nodes = int(os.environ['SLURM_STEP_NUM_NODES'])
+        if num_processes % num_nodes != 0:
+            raise ConfigError(
+                f'{num_processes} tasks with GPUs on {num_nodes} nodes: the nodes have different '
+                'numbers of tasks; set --ntasks-per-node, the same number for every node'
+            )
+        tasks_on_node = num_processes // num_nodes
         gpus_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
     elif engine == 'openmpi':
         rank_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])

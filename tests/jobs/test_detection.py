@@ -173,6 +173,20 @@ def test_visible_gpus_that_tasks_cannot_share_equally_are_refused(detect_job, mo
         detect_job(environ)
 
 
+def test_tasks_of_slurm_that_share_gpus_unequally_are_refused(detect_job):
+    """Of three tasks on two nodes, two share the GPUs of a node, and no variable tells them so."""
+    environ = SLURM | {
+        'SLURM_STEP_NUM_TASKS': '3',
+        'SLURM_PROCID': '1',
+        'CUDA_VISIBLE_DEVICES': '0,1,2,3',
+        'SLURM_GPUS_ON_NODE': '4',
+    }
+
+    # 3 / 2 tasks per node would be rounded down to one task, which takes all GPUs.
+    with pytest.raises(ConfigError, match='^3 tasks with GPUs on 2 nodes'):
+        detect_job(environ)
+
+
 @pytest.mark.parametrize(
     ('environ', 'message'),
     [
