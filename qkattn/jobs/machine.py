@@ -101,8 +101,11 @@ def cpu() -> str:
 
 
 def split_visible_gpus(visible: str) -> list[str]:
-    """Splits a value of CUDA_VISIBLE_DEVICES: '0,1' gives ['0', '1'], '' and '-1' give []."""
-    return [gpu for gpu in visible.split(',') if gpu not in ('', '-1')]
+    """Splits a value of CUDA_VISIBLE_DEVICES: '0,1' gives ['0', '1'], '' and '-1' give [].
+
+    'NoDevFiles', which Slurm sets for jobs without GPUs, also gives [].
+    """
+    return [gpu for gpu in visible.split(',') if gpu not in ('', '-1', 'NoDevFiles')]
 
 
 def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | None:

@@ -131,6 +131,8 @@ def make_device_files(root, names):
         (['nvidia0', 'nvidia1'], '1', None, ['1']),
         (['nvidia0', 'nvidia1'], '', None, []),
         (['nvidia0', 'nvidia1'], '-1', None, []),
+        # Slurm sets this value for a job without GPUs.
+        (['nvidia0', 'nvidia1'], 'NoDevFiles', None, []),
         (['nvidia0', 'accel0'], None, 'cpu', []),
         # Accelerators of another kind cannot be counted.
         (['accel0', 'accel1'], None, None, None),
