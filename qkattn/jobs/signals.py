@@ -25,7 +25,8 @@ no_interrupt = threading.RLock()
 # the list.
 exit_hooks: list[Callable[[], None]] = []
 
-# The maximum seconds for which `end` waits for a write.
+# The maximum seconds for which `end`, and before it `_Watcher`, wait for a write; also those for
+# which `end` waits for the exit hooks.
 _LONGEST_WRITE = 10.0
 # The maximum seconds for which `_Watcher.catch_up` waits.
 _LONGEST_CATCH_UP = 10.0
@@ -218,17 +219,28 @@ def end(code: int, sentence: str) -> NoReturn:
     """Ends the process with an exit code and a message, from any thread.
 
     Waits for a write in progress, calls the exit hooks, flushes standard output, and tells the
-    other processes of a job.
+    other processes of a job. Does not wait for a write or a hook that hangs with its disk.
     """
-    # Never released, so that no other thread begins to write. A write may hang with its disk.
+    # Never released, so that no other thread begins to write.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
         text = f'{sentence}\n'
         if os.isatty(2):
             text = f'\n{text}'  # the cursor may be at the end of a progress line
         _say(text)
+        if_hooks_hang = threading.Timer(_LONGEST_WRITE, _leave, [code, sentence])
+        if_hooks_hang.daemon = True
+        if_hooks_hang.start()
         for hook in reversed(exit_hooks):
             hook()
+        if_hooks_hang.cancel()
+    finally:
+        _leave(code, sentence)
+
+
+def _leave(code: int, sentence: str) -> NoReturn:
+    """Flushes standard output, tells the other processes of a job, and ends this process."""
+    try:
         with contextlib.suppress(Exception):  # nobody reads standard output
             sys.stdout.flush()
         # Comes last, since the other processes may then end this process.
@@ -296,11 +308,16 @@ class _Watcher:
         os.close(self._read_end)
 
     def _act_on(self, number: int) -> None:
-        with no_interrupt:
+        # A write that hangs with its disk must not keep the process alive.
+        is_lock_held = no_interrupt.acquire(timeout=_LONGEST_WRITE)
+        try:
             if not StopRequest.deferring:
                 _end_with_nothing_to_save(number, self._dry_run)
             # `StopRequest._handle` would set the flag only after code in C++ returns.
             StopRequest.requested = True
+        finally:
+            if is_lock_held:
+                no_interrupt.release()
 
 
 def _say(text: str) -> None:

@@ -379,3 +379,54 @@ def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
     # The file and the result are written before other processes are told.
     assert path.read_text() == 'whole'
     assert printed == "a result\n(75, 'ended')"
+
+
+# The disk hangs: a thread holds the lock of writes forever, or a heartbeat never returns. Then
+# the second argument says who ends the process: 'signal' is SIGTERM from the test, and 'thread' is
+# a thread such as the one that watches a job.
+END_WHILE_A_DISK_HANGS = """
+    import sys, threading, time
+    from pathlib import Path
+    from qkattn.jobs import signals
+    from qkattn.storage import leases
+
+    signals._LONGEST_WRITE = 0.2
+    directory, ended_by, hangs = sys.argv[1:]
+    is_hanging = threading.Event()
+
+    def hang(*_):
+        is_hanging.set()
+        time.sleep(600)
+
+    def write():
+        with signals.no_interrupt:
+            hang()
+
+    with signals.exit_on_signal():
+        if hangs == 'heartbeat':
+            leases._BEATS = 100 * leases.EXPIRY  # every 10 ms
+            leases._File.renew = hang
+        leases.acquire(Path(directory), 'run')
+        if hangs == 'write':
+            threading.Thread(target=write, daemon=True).start()
+        is_hanging.wait()
+        print('ready', flush=True)
+        if ended_by == 'thread':
+            signals.end(signals.EXIT_REQUEUE, 'ended')
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('ended_by', ['signal', 'thread'])
+@pytest.mark.parametrize('hangs', ['write', 'heartbeat'])
+def test_a_process_ends_although_its_disk_hangs(ended_by, hangs, tmp_path):
+    """A process waits _LONGEST_WRITE seconds for its writes and its lease, and then ends."""
+    process = start_until_ready(END_WHILE_A_DISK_HANGS, tmp_path, ended_by, hangs)
+
+    if ended_by == 'signal':
+        process.send_signal(signal.SIGTERM)
+    code, _, errors = wait_for_results([process], timeout=30)[0]
+
+    assert code == EXIT_REQUEUE, errors
+    # Releasing the lease has to wait for the write or the heartbeat. So the lease expires instead.
+    assert not is_released(tmp_path / 'run.0')
