@@ -163,6 +163,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         stored = self.server.buckets[bucket].get(name)
         if stored is None:
             raise Refused(404)
+        # Earlier generations are not kept.
+        generation = str(stored.generation)
+        if self.query.get('generation', generation) != generation:
+            raise Refused(404)
         if self.command == 'DELETE':
             del self.server.buckets[bucket][name]
             return 204, b'', {}

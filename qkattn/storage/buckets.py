@@ -87,12 +87,14 @@ def read(path: str | os.PathLike[str]) -> Object:
     """Reads the object at `path`; raises FileNotFoundError if the object does not exist."""
     with _request(path, 'read') as blob:
         content = blob.download_as_bytes(**_retry_arguments())
-        downloaded_generation = blob.generation
-        blob.reload(**_retry_arguments())  # fetches `updated`, which the download lacks
-    was_overwritten = blob.generation != downloaded_generation
+        # Fetches `updated`, which the download lacks. `blob` itself would ask for the generation
+        # that it has downloaded, which is not found if it was overwritten.
+        newest = blob.bucket.blob(blob.name)
+        newest.reload(**_retry_arguments())
+    was_overwritten = newest.generation != blob.generation
     if was_overwritten:
         return read(path)
-    return Object(content, downloaded_generation, blob.updated.timestamp())
+    return Object(content, newest.generation, newest.updated.timestamp())
 
 
 def write(path: str | os.PathLike[str], content: bytes, generation: int | None = None) -> Object:
@@ -143,7 +145,7 @@ def now(path: str | os.PathLike[str]) -> float:
     Writes a temporary object below `path` and returns the time of that write.
     """
     probe = f'{os.fspath(path)}/.clock-{uuid.uuid4().hex}'
-    stored = write(probe, b'', generation=0)
+    stored = write(probe, b'')  # the name is unique, so no generation is required
     delete(probe, stored.generation)
     return stored.updated
 

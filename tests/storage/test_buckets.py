@@ -7,6 +7,7 @@ import pytest
 from qkattn.errors import RunDirectoryError
 from qkattn.storage import buckets
 from qkattn.storage.files import as_path, local_copy, make_directory, replacing, write_atomic
+from tests import bucket_server
 from tests.refusals import refused
 
 BUCKET_UNREACHABLE = 'gs://runs cannot be reached .*gcloud auth'
@@ -81,6 +82,43 @@ def test_a_file_is_uploaded_whole_or_not_at_all(bucket):
     with local_copy(path) as local:
         assert local.name == 'model.bin'
         assert local.read_bytes() == content
+
+
+def test_an_object_that_is_overwritten_while_it_is_read_is_read_again(bucket, monkeypatch):
+    """An object is read by two requests, for its content and for its time."""
+    path = write_atomic('gs://runs/a', b'before')
+    blob_class = buckets._client().bucket('runs').blob('a').__class__
+    download = blob_class.download_as_bytes
+    contents = []
+
+    def download_and_overwrite(blob, **arguments):
+        content = download(blob, **arguments)
+        contents.append(content)
+        if len(contents) == 1:
+            bucket.put('runs', 'a', b'after')
+        return content
+
+    monkeypatch.setattr(blob_class, 'download_as_bytes', download_and_overwrite)
+
+    # After the first download, its generation is gone, but the object is not.
+    assert buckets.read(path).content == b'after'
+    assert contents == [b'before', b'after']
+
+
+def test_the_clock_of_a_bucket_is_read_although_an_answer_is_lost(bucket, monkeypatch):
+    """The clock is the time of a write. The library repeats a write whose answer was lost."""
+    path = make_directory('gs://runs/a')
+    put = bucket.put
+
+    def put_and_lose_answer(*arguments):
+        monkeypatch.setattr(bucket, 'put', put)  # only the first answer is lost
+        put(*arguments)
+        raise bucket_server.Refused(503)
+
+    monkeypatch.setattr(bucket, 'put', put_and_lose_answer)
+
+    # The repeated write finds the object of the first one, which no other process can have written.
+    assert buckets.now(path) > 0
 
 
 @pytest.mark.parametrize(
