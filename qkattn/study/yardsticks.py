@@ -91,8 +91,11 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
             if run_id not in group_by_id or not is_current(group_by_id[run_id]):
                 data_read = (
                     config.data,
+                    config.model.kind,
                     config.model.context,
+                    config.model.source_context,
                     config.train.num_steps,
+                    config.train.batch_size,
                     config.trials.seeds[0],
                 )
                 if data_read not in measured_by_data:

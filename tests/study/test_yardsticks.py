@@ -1,5 +1,6 @@
 """Yardsticks of a small study, recorded from its data and from the checkpoint of its one run."""
 
+import copy
 import json
 import shutil
 import sys
@@ -186,6 +187,28 @@ def test_recorded_yardsticks_are_kept_where_checkpoints_are_gone(study, monkeypa
 
     assert problems == []
     assert (study.path / YARDSTICKS).read_bytes() == first_recording
+
+
+def test_models_of_another_kind_have_yardsticks_of_their_own(study, monkeypatch):
+    """Decoders are compared with n-grams, and encoders of the same data with other counts."""
+    # Runs of the stage 'single' have counts, and nothing of theirs is read from checkpoints.
+    decoder = read_lines(study.path / 'plan.jsonl')[0] | {'stage': 'single'}
+    encoder = copy.deepcopy(decoder) | {'run': 'b', 'size': 'kind=encoder'}
+    encoder['config']['model']['kind'] = 'encoder'
+    write_lines(study.path / 'plan.jsonl', [decoder, encoder])
+    results = read_lines(study.path / 'results.jsonl')
+    results_of_b = [result | {'run': 'b'} for result in results]
+    write_lines(study.path / 'results.jsonl', results + results_of_b)
+    # In place of a measurement, each group says which kind of model it was measured for.
+    monkeypatch.setattr(
+        yardsticks, '_measure_group', lambda config, result: {'measured_for': config.model.kind}
+    )
+
+    yardsticks.record(study.path)
+
+    groups = recorded_yardsticks(study.path)['groups']
+    # The second group must not repeat the first, although both models read the same dataset.
+    assert [group['measured_for'] for group in groups] == ['decoder', 'encoder']
 
 
 def test_without_checkpoints_only_counts_are_recorded(study):
