@@ -26,7 +26,7 @@ from qkattn.model.stack import use_placement
 from qkattn.train import sharding
 from qkattn.train.program_cache import without_cache
 from qkattn.train.sharding import leading_shape
-from qkattn.train.step import init_stack, train_trial
+from qkattn.train.step import init_stack, stack_before_step_0, train_trial
 
 # The scalars that may differ between the trials of a run, with their types.
 HYPER = {'seed': np.uint32, 'learning_rate': np.float32, 'weight_decay': np.float32}
@@ -313,19 +313,20 @@ def _initializer(
     config: Config, mesh: Mesh, abstract_state: dict, seed_X: jax.Array
 ) -> Callable[[dict | None], dict]:
     """Returns a function that makes the state of all trials before step 0, as `Program.init`."""
-    draw_initial_state = jax.jit(
-        functools.partial(init_stack, config),
+    compile_to_state = functools.partial(
+        jax.jit,
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
         compiler_options=_quick_to_compile(mesh),
     )
+    draw_initial_state = compile_to_state(functools.partial(init_stack, config))
+    # An optimizer may keep the parameters that it starts from, so it must see the given ones.
+    start_from = compile_to_state(functools.partial(stack_before_step_0, config), donate_argnums=0)
 
     def init(params: dict | None) -> dict:
-        state = draw_initial_state(seed_X)
-        if params is not None:
-            # Replace the drawn parameters of every trial.
-            drawn_params = state['trials'].pop('params')
-            state['trials']['params'] = jax.tree.map(_broadcast_like, params, drawn_params)
-        return state
+        if params is None:
+            return draw_initial_state(seed_X)
+        abstract_params = abstract_state['trials']['params']
+        return start_from(jax.tree.map(_broadcast_like, params, abstract_params))
 
     return init
 

@@ -20,8 +20,13 @@ from qkattn.train.optimizer import optimizer, schedule
 
 
 def init_trial(config: Config, seed: jax.Array) -> dict:
-    """Returns the state of one trial before step 0."""
+    """Returns the state of one trial before step 0, with parameters drawn from its seed."""
     params = nnx.to_pure_dict(nnx.state(build(config.model, key=jax.random.key(seed))))
+    return trial_before_step_0(config, params)
+
+
+def trial_before_step_0(config: Config, params: dict) -> dict:
+    """Returns the state of one trial that starts from the parameters `params`."""
     opt_state = optimizer(config.optimizer, jnp.float32(0), jnp.float32(0)).init(params)
     return {'params': params, 'opt_state': opt_state, 'alive': jnp.bool(True)}
 
@@ -29,6 +34,12 @@ def init_trial(config: Config, seed: jax.Array) -> dict:
 def init_stack(config: Config, seeds: jax.Array) -> dict:
     """Returns the stack of X trials before step 0; `seeds` is [X]."""
     trials = jax.vmap(functools.partial(init_trial, config))(seeds)
+    return {'step': jnp.int32(0), 'trials': trials}
+
+
+def stack_before_step_0(config: Config, params_X: dict) -> dict:
+    """Returns the stack of X trials that start from the parameters `params_X`, [X, ...]."""
+    trials = jax.vmap(functools.partial(trial_before_step_0, config))(params_X)
     return {'step': jnp.int32(0), 'trials': trials}
 
 

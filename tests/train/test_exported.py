@@ -15,7 +15,7 @@ from qkattn.model.cost import abstract_params
 from qkattn.storage.files import as_path
 from qkattn.storage.metrics_log import read_metrics
 from qkattn.storage.records import write_json
-from qkattn.train import exported
+from qkattn.train import exported, program
 from qkattn.train.initial_parameters import InitialParameters
 from qkattn.train.loop import train
 from tests import damages
@@ -109,6 +109,37 @@ def test_training_starts_from_exported_parameters(small_run, continued):
     loss_of_random_start = random_start_records[0]['loss'][0]
     loss = records[0]['loss'][0]
     assert loss < loss_of_random_start - 0.5
+
+
+REMEMBERING_MODULE = """
+import optax
+def remember(config, learning_rate, weight_decay):
+    def update(gradient, state, params):
+        return gradient, state
+    return optax.GradientTransformation(lambda params: params, update)
+"""
+
+
+def test_an_optimizer_starts_from_exported_parameters(small, outside, evaluation_only):
+    """The state of an optimizer may hold the first parameters, as in schedule-free training.
+
+    The state of the optimizer `remember` is a copy of the parameters that it is initialized with.
+    """
+    (outside / 'remembering.py').write_text(REMEMBERING_MODULE)
+    config = small(optimizer={'name': 'remembering:remember'})
+    params = params_of(config.model)
+
+    state = program.build(config).init(params)
+
+    trials = state['trials']
+    # The optimizer is a chain of clipping, `remember` and weight decay.
+    _, remembered_params, _ = trials['opt_state']
+    jax.tree.map(np.testing.assert_array_equal, remembered_params, trials['params'])
+    # Both trials start from the same given parameters.
+    params_of_trials = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), params)
+    jax.tree.map(np.testing.assert_array_equal, trials['params'], params_of_trials)
+    assert trials['alive'].tolist() == [True, True]
+    assert int(state['step']) == 0
 
 
 def test_results_hold_the_hash_of_the_first_parameters(continued):
