@@ -217,10 +217,9 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
     newest_step = steps[0]
-    oldest_step = steps[-1]
     # Consecutive checkpoints are at most checkpoint_every steps apart.
-    longest_span = (average - 1) * config.train.checkpoint_every
-    has_gap = newest_step - oldest_step > longest_span
+    distances = [newer - older for newer, older in itertools.pairwise(steps)]
+    has_gap = any(distance > config.train.checkpoint_every for distance in distances)
     has_too_few = len(states) < average
     if has_too_few or has_gap:
         raise ConfigError(

@@ -140,6 +140,19 @@ def test_checkpoints_with_a_gap_are_not_averaged(trained, tmp_path):
         load(run, average=2)
 
 
+def test_checkpoints_with_a_gap_before_a_stop_are_not_averaged(trained, tmp_path):
+    """A stop saves a checkpoint between the regular ones, which does not make up for a gap."""
+    run = shutil.copytree(trained.directory, tmp_path / 'run')
+    # Regular checkpoints are 4 steps apart, so the checkpoint of step 8 is missing.
+    assert trained.config.train.checkpoint_every == 4
+    for step in (10, 12):
+        save_checkpoint(run, trained.state, step=step, alive=[True, False], keep=3)
+
+    # From step 4 to 10 are 6 steps, although the mean distance of all three is 4.
+    with refused(r'average=3 .* are of steps \[12, 10, 4\]'):
+        load(run, average=3)
+
+
 def test_exported_parameters_load_as_one_model(trained, tmp_path):
     """Only the parameters of one trial are exported, without the config and step of its run."""
     first_trial = load(trained.directory).params[0]
