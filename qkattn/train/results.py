@@ -202,7 +202,8 @@ def document_results(
         }}
 
     'nats' are summed over the targets of a document. Documents without targets are left out. A task
-    without documents has groups of rows instead, named '0', '1' and so on.
+    without documents has groups of rows instead, named '0', '1' and so on. If a task weights its
+    targets, 'tokens' are sums of weights, as 61.5, and 'nats' are weighted.
     """
     losses_by_split = {}
     for split, evaluation in evaluations.items():
@@ -222,10 +223,15 @@ def document_results(
 
         losses_by_split[split] = {
             'documents': list(itertools.compress(names, has_targets_C)),
-            'tokens': num_targets_C[has_targets_C].astype(int).tolist(),
+            'tokens': _whole_as_int(num_targets_C[has_targets_C]),
             'nats': nats_by_trial,
         }
     return losses_by_split
+
+
+def _whole_as_int(numbers: np.ndarray) -> list[int | float]:
+    """Returns the numbers as a list, in which whole numbers are integers."""
+    return [int(number) if number.is_integer() else number for number in numbers.tolist()]
 
 
 def _sums_by_document(

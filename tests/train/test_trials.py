@@ -328,6 +328,23 @@ def test_rows_without_documents_are_grouped_into_128_clusters(tiny):
     assert clusters_of_split['nats'] == [nats]
 
 
+def test_weighted_targets_count_with_their_weights(tiny):
+    """A loss per target is nats / tokens of a document, so both must have the same weights."""
+    # Each of two rows is a cluster of its own.
+    config = tiny(model={'context': 7}, data={'name': 'recall(pairs=2)', 'eval_sequences': 2})
+    # The first row has three targets of weight 1/2, and the second has two of weight 1.
+    evaluation = evaluation_of(np.array([[3.0], [5.0]]), (1.5, 2.0), loss=np.array([2.0]))
+
+    stack = SimpleNamespace(config=config, rows=rows_of(config))
+    results_of_trials = [{'status': 'finished'}]
+    losses_by_split = results.document_results(stack, {'test': evaluation}, results_of_trials)
+
+    tokens = losses_by_split['test']['tokens']
+    assert tokens == [3 * 0.5, 2]
+    # Whole numbers are stored without a decimal point.
+    assert [type(number) for number in tokens] == [float, int]
+
+
 @pytest.fixture
 def result_without_test_split(tiny):
     """The result of one trial with a validation loss of 2.0 after step 7, without a test split.
