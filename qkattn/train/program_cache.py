@@ -47,7 +47,11 @@ def directory() -> Path:
         if not os.path.isabs(user_cache):
             user_cache = '~/.cache'
         parent = f'{user_cache}/qkattn/compiled'
+    return as_path(parent).absolute() / _name_of_subdirectory()
 
+
+def _name_of_subdirectory() -> str:
+    """Returns the name of the directory for this number of cores, such as '8-cores'."""
     # XLA reads the number of cores from NPROC first.
     num_cores = os.environ.get('NPROC')
     if not num_cores:
@@ -55,7 +59,7 @@ def directory() -> Path:
             num_cores = str(len(os.sched_getaffinity(0)))
         else:
             num_cores = str(os.cpu_count())
-    return as_path(parent).absolute() / f'{num_cores}-cores'
+    return f'{num_cores}-cores'
 
 
 def keep_programs() -> None:
@@ -67,8 +71,12 @@ def keep_programs() -> None:
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:  # JAX reads such environment variables itself
             jax.config.update(name, value)
-    if '://' in os.environ.get(_DIRECTORY_VARIABLE, ''):
-        return  # JAX writes to a bucket itself
+    named_directory = os.environ.get(_DIRECTORY_VARIABLE, '')
+    if '://' in named_directory:  # JAX writes to a bucket itself
+        url = f'{named_directory.rstrip("/")}/{_name_of_subdirectory()}'
+        jax.config.update('jax_compilation_cache_dir', url)
+        compilation_cache.reset_cache()
+        return
     try:
         path = directory()
         _make_private(path)

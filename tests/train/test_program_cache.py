@@ -99,6 +99,16 @@ def test_environment_variables_name_the_directory(monkeypatch, variables, direct
     assert program_cache.directory() == Path(directory)
 
 
+@pytest.mark.usefixtures('cache_directory')  # restores the settings of JAX
+@pytest.mark.parametrize('url', ['gs://runs/programs', 'gs://runs/programs/'])
+def test_a_bucket_has_a_directory_for_each_number_of_cores(monkeypatch, url):
+    monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', url)
+    monkeypatch.setenv('NPROC', '3')
+    keep_programs()
+    # JAX opens the bucket itself when it compiles, which this test does not do.
+    assert jax.config.jax_compilation_cache_dir == 'gs://runs/programs/3-cores'
+
+
 def test_a_program_is_compiled_once_and_then_loaded(cache_directory, cache_events):
     """Each time JAX looks for a program in its cache, `cache_events` gets an event."""
     keep_programs()
