@@ -347,8 +347,8 @@ def _row(name: str, value: float, remark: str = '') -> str:
 def check_log(path: str | Path) -> None:
     """Raises ConfigError if `append_to_log` cannot append to a path.
 
-    The path must be a CSV file with LOG_COLUMNS, an empty file, or a new file in an existing
-    directory.
+    The path must be a CSV file with LOG_COLUMNS and complete lines, an empty file, or a new file in
+    an existing directory.
     """
     file = Path(path)
     is_no_file = file.exists() and not file.is_file()  # a directory, for example
@@ -362,6 +362,8 @@ def check_log(path: str | Path) -> None:
     columns = content.partition('\n')[0]
     if content and columns != LOG_COLUMNS:
         raise ConfigError(f'--dry_run_log={path} must have the columns {LOG_COLUMNS}')
+    if content and not content.endswith('\n'):
+        raise ConfigError(f'--dry_run_log={path} must end with a line break; add one')
 
 
 def append_to_log(run: Description, path: str | Path) -> None:

@@ -238,6 +238,17 @@ def test_a_mesh_or_pod_of_the_wrong_size_is_refused(describe_run, monkeypatch, m
         describe_run(pod, **mesh)
 
 
+def test_a_log_whose_last_line_is_not_complete_is_refused(tmp_path):
+    """A row that is appended to it would continue the last line."""
+    path = tmp_path / 'log.csv'
+    path.write_text(dry_run.LOG_COLUMNS)
+    with refused(f'--dry_run_log={path} must end with a line break'):
+        dry_run.check_log(path)
+
+    path.write_text(f'{dry_run.LOG_COLUMNS}\n')
+    dry_run.check_log(path)
+
+
 def test_the_log_has_a_row_per_dry_run(data_parallel, tmp_path):
     """Each call of `append_to_log` appends a row to a CSV file.
 
