@@ -381,8 +381,8 @@ class Checkpoints:
             path.rename(renamed)
         elif path.exists():  # the run may have deleted it meanwhile
             raise CheckpointError(
-                f'{path} is damaged ({error}); run the training command again, which goes '
-                'on from the checkpoint before'
+                f'{path} is damaged ({error}); move it away, or, if the run is not finished, run '
+                'the training command again, which goes on from the checkpoint before'
             ) from error
 
     def close(self) -> None:
