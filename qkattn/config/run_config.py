@@ -110,10 +110,10 @@ class OptimizerConfig:
     warmup_steps: int = setting(100, 'Steps from 0 to the peak learning rate.', least=0)
     schedule: str = setting(
         'linear',
-        "Rate after the warm-up: 'linear' and 'cosine' decay to final_fraction of the peak at the "
-        "last step; 'wsd' stays at the peak and decays linearly in the last decay_fraction of the "
-        "steps (Hu et al. 2024); 'inverse_sqrt' is sqrt(W / step) after W warm-up steps (Vaswani "
-        'et al. 2017). Or an import path.',
+        "Rate after the warm-up: 'linear' and 'cosine' decay to final_fraction of the peak after "
+        "the last step; 'wsd' stays at the peak and decays linearly in the last decay_fraction of "
+        "the steps (Hu et al. 2024); 'inverse_sqrt' is sqrt(W / step) after W warm-up steps "
+        '(Vaswani et al. 2017). Or an import path.',
         registries=('qkattn.train.optimizer:SCHEDULES',),
     )
     final_fraction: float = setting(
