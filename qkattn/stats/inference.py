@@ -312,9 +312,11 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
         D_C = (mean over S of nats_SC) / tokens_C
         D = sum_C w_C D_C
         variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
-        df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1.
+        df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1, but at least 1.
 
-    The degrees of freedom assume that all documents vary equally.
+    The degrees of freedom assume that all documents vary equally. The formula is approximate. If
+    one document has most of the tokens, it tends to 0, but an estimated variance has at least one
+    degree of freedom.
 
     Args:
         nats_SC: For S seeds, the nats of the arm minus the nats of the baseline, summed over each
@@ -331,7 +333,7 @@ def evaluation_error(nats_SC: np.ndarray, tokens_C: np.ndarray) -> tuple[float, 
 
     variance = np.sum(w_C**2 * deviation_C**2 / (1 - w_C))
     df = np.sum(w_C**2) ** 2 / np.sum(w_C**4) - 1
-    return float(variance**0.5), float(df)
+    return float(variance**0.5), max(float(df), 1.0)
 
 
 def detectable_difference(error: float, df: float, alpha: float = 1 - LEVEL) -> float:

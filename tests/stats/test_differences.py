@@ -253,7 +253,7 @@ def test_the_error_over_documents_is_cluster_robust():
     Bell and McCaffrey (2002) give the formulas for clusters of unequal size.
     """
     # Four documents. The difference of arm and baseline is in nats per token.
-    tokens_C = np.array([4000, 500, 500, 1000])
+    tokens_C = np.array([2000, 1000, 1500, 1500])
     difference_C = np.array([0.01, -0.02, 0.03, 0.0])
     nats_of_document_C = difference_C * tokens_C
     nats_SC = nats_of_document_C[None]  # of a single seed
@@ -267,6 +267,22 @@ def test_the_error_over_documents_is_cluster_robust():
     # If all documents had the same size, this would be the number of documents.
     num_equal_documents = np.sum(share_C**2) ** 2 / np.sum(share_C**4)
     assert df == pytest.approx(num_equal_documents - 1)
+
+
+def test_a_document_with_most_tokens_leaves_one_degree_of_freedom():
+    """Five documents, of which the first has nine of ten tokens."""
+    tokens_C = np.array([9000, 250, 250, 250, 250])
+    nats_SC = np.random.default_rng(2).normal(0, 0.02, (8, 5)) * tokens_C
+    error, df = inference.evaluation_error(nats_SC, tokens_C)
+    # The formula for many documents gives 0.006, with which a t quantile exceeds 1e100. In effect,
+    # the first document is compared with the others together, as in a sample of two.
+    assert df == 1
+
+    means_S = nats_SC.sum(axis=1) / tokens_C.sum()
+    difference = paired_test(means_S, evaluation=(error, df))
+    # The wide end of the interval of two values is 12.7 errors from their mean.
+    largest_half_width = stats.t.isf(0.025, 1) * math.hypot(difference.error_seeds, error)
+    assert 0 < difference.high - difference.mean <= largest_half_width
 
 
 def test_documents_that_differ_by_rounding_alone_have_no_error():
