@@ -24,8 +24,8 @@ def with_earlier_arms(
 ) -> tuple[TrainedArm, ...]:
     """Adds to each arm the same arm of earlier studies, so that seeds can be pooled.
 
-    An earlier arm is added if it has the same training settings and qualifies for a verdict in its
-    own study. `question_of` gives an arm the same key in all studies.
+    An earlier arm is added if it has the same training settings and data, and qualifies for a
+    verdict in its own study. `question_of` gives an arm the same key in all studies.
 
     Args:
         study: The study.
@@ -50,7 +50,9 @@ def with_earlier_arms(
             earlier_arm = usable_arms.get(common_key)
             if earlier_arm is None:
                 continue
-            if _training_settings(earlier_arm) == _training_settings(arm):
+            has_same_settings = _training_settings(earlier_arm) == _training_settings(arm)
+            has_same_data = earlier_arm.example.data == arm.example.data
+            if has_same_settings and has_same_data:
                 earlier_arms[study_name] = earlier_arm
         completed.append(dataclasses.replace(arm, earlier=earlier_arms))
     return tuple(completed)

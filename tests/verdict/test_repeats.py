@@ -167,16 +167,27 @@ def train_with_label_smoothing(directory):
     studies.write_lines(directory / 'plan.jsonl', lines)
 
 
+def train_on_other_text(directory):
+    """Gives the training split of a study another fingerprint; its other splits stay."""
+    lines = studies.read_lines(directory / 'results.jsonl')
+    for line in lines:
+        line['data'] = line['data'] | {'fingerprints': {'train': 'f00d'}}
+    studies.write_lines(directory / 'results.jsonl', lines)
+
+
 def remove_yardsticks(directory):
     (directory / ledger.YARDSTICKS).unlink()
 
 
-@pytest.mark.parametrize('change', [train_with_label_smoothing, remove_yardsticks])
+@pytest.mark.parametrize(
+    'change', [train_with_label_smoothing, train_on_other_text, remove_yardsticks]
+)
 def test_a_study_that_cannot_be_pooled_still_counts_as_a_look(first, second, change):
     change(first)
 
     arm = arm_of(second)
 
+    # An arm of `first` counts if it differs in seeds alone and qualifies for a verdict there.
     assert arm.comparison.pooled == {}
     assert arm.difference.n == len(FRESH_SEEDS)
     assert arm.verdict.look == 2
