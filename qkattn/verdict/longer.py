@@ -2,7 +2,7 @@
 
 The longer training is either a control of the study, with seeds of its own, or another study in a
 directory beside the study, with other seeds. An arm trained longer counts only if it qualifies for
-a verdict.
+a verdict, has the same data, and shares no seed with the (pooled) difference.
 """
 
 import math
@@ -118,7 +118,8 @@ def settlings(
         longer_differences: list[Trained] = []
         for longer_arm in longer_arms:
             longer_difference = _trained_difference(longer_arm)
-            if longer_difference is not None:
+            has_same_data = longer_arm.example.data == arm.example.data
+            if longer_difference is not None and has_same_data and _share_no_seed(arm, longer_arm):
                 longer_differences.append(longer_difference)
         longest = max(longer_differences, key=lambda trained: trained.steps, default=None)
 
@@ -141,6 +142,16 @@ def _trained_difference(arm: TrainedArm) -> Trained | None:
         return None
     error = math.hypot(difference.error_seeds, difference.error_evaluation)
     return Trained(steps=arm.example.run.num_steps, mean=difference.mean, error=error)
+
+
+def _share_no_seed(arm: TrainedArm, longer_arm: TrainedArm) -> bool:
+    """Returns whether the differences of two arms have no seed in common.
+
+    The seeds include those that are pooled from earlier studies.
+    """
+    assert arm.comparison is not None and longer_arm.comparison is not None
+    seeds = arm.comparison.differences.keys()
+    return seeds.isdisjoint(longer_arm.comparison.differences)
 
 
 def _longer_control(

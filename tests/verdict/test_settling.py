@@ -7,6 +7,7 @@ import pytest
 
 from experiments.claims.protocol import language_model
 from qkattn.report import tables
+from qkattn.storage import ledger
 from qkattn.verdict import find, load_study, longer
 from qkattn.verdict.settling import Length, Settling, Trained, settle
 from tests.studies import VERDICT_SEEDS, tuned_arm, write_tuned
@@ -16,6 +17,7 @@ ERROR = 0.001
 BASE_LOSSES = 2.0 + 0.002 * np.arange(8)
 NOISE = 1e-4 * np.sin(np.arange(8))
 FRESH_SEEDS = tuple(range(56, 64))
+OTHER_DATA = {'name': 'stdlib', 'version': '3.14.0', 'unigram_bits_per_byte': 4.53}
 SHORT_STEPS = 400
 LONG_STEPS = 4 * SHORT_STEPS
 
@@ -153,6 +155,9 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
         pytest.param(FRESH_SEEDS, LONG_STEPS, {'size': 'd_model=64'}, {}, id='another size'),
         pytest.param(FRESH_SEEDS, LONG_STEPS, {'corpus': 'text'}, {}, id='another corpus'),
         pytest.param(
+            FRESH_SEEDS, LONG_STEPS, {'data': OTHER_DATA}, {}, id='another version of the corpus'
+        ),
+        pytest.param(
             FRESH_SEEDS,
             LONG_STEPS,
             {'learning_rate': 1e-3},
@@ -214,6 +219,44 @@ def test_a_control_trained_longer_needs_fresh_seeds(tmp_path, longer_seeds, code
     write_study_of_length(path, records, VERDICT_SEEDS, SHORT_STEPS, controls=controls)
 
     assert settling_of_b(path).code is code
+
+
+@pytest.mark.parametrize(
+    ('longer_seeds', 'code'),
+    [
+        pytest.param(FRESH_SEEDS, Length.SETTLED, id='fresh seeds'),
+        pytest.param(tuple(range(30, 38)), Length.ONE_LENGTH, id='seeds of the repeated study'),
+    ],
+)
+def test_a_control_trained_longer_needs_other_seeds_than_the_pooled_ones(
+    tmp_path, longer_seeds, code
+):
+    """A repeat pools its difference with the repeated study, which has the seeds 30 to 37."""
+    first_seeds = tuple(range(30, 38))
+    first_records = short_records(seeds=first_seeds)
+    write_study_of_length(tmp_path / 'first', first_records, first_seeds, SHORT_STEPS)
+
+    # b/vo is worse by about 0.05, and by 0.052 when trained longer. So only the seeds decide.
+    records = short_records() + long_records(0.052, longer_seeds, control='longer')
+    controls = {'equal_shape': True, 'longer': 4, 'longer_seeds': list(longer_seeds)}
+    path = tmp_path / 'short'
+    write_study_of_length(path, records, VERDICT_SEEDS, SHORT_STEPS, controls=controls)
+    last_entry = ledger.read(tmp_path / 'first' / ledger.NAME).last
+    ledger.append(
+        path / ledger.NAME,
+        ledger.REPEATS,
+        study='first',
+        entry=last_entry,
+        retrospective=True,
+        why='left open',
+    )
+
+    findings = find(load_study(path))
+
+    arm = next(arm for arm in findings.arms if arm.variant == 'b/vo')
+    assert arm.comparison.pooled == {'first': 8}
+    # The seeds of `first` are in the difference, so longer training with them is not fresh.
+    assert arm.settling.code is code
 
 
 def test_a_longer_study_may_differ_in_the_length_of_training_alone():
