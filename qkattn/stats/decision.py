@@ -11,7 +11,7 @@ import numpy as np
 from qkattn.stats.inference import MIN_PAIRS, Difference, detectable_difference
 
 Arm = TypeVar('Arm')  # the type of an arm's key
-# The maximum probability that a study and its repeats make any false decision.
+# The maximum probability that a study and its repeats make any false decision on the study's arms.
 ALPHA = 0.05
 # The share of the remaining ALPHA that each look leaves for later looks.
 LEFT_FOR_REPEATS = 0.2
@@ -25,9 +25,10 @@ def level(look: int = 1) -> float:
 
         level(k) = ALPHA (1 - r) r^(k - 1)    with r = LEFT_FOR_REPEATS.
 
-    All levels sum to ALPHA. By Bonferroni's inequality, the probability of any false decision is at
-    most ALPHA, for any number of looks. This is a form of alpha spending (Lan and DeMets 1983,
-    Biometrika 70:659).
+    All levels sum to ALPHA. By Bonferroni's inequality, the probability of any false decision on
+    the arms of a first study is at most ALPHA, for any number of looks. This is a form of alpha
+    spending (Lan and DeMets 1983, Biometrika 70:659). Arms that a repeat adds are at look 1, too,
+    and their false decisions come on top.
 
     Args:
         look: The number of the look, from 1.

@@ -19,7 +19,7 @@ class Scaling:
     corpus: str
     law: scaling.Law | scaling.Problem
     # How many baseline parameters one parameter of the variant is worth. None for the baseline
-    # itself, and for all variants if the baseline has no scaling law.
+    # itself, and for all variants if no arm of the baseline can be fitted.
     worth: scaling.Interval | scaling.Problem | None
 
 
