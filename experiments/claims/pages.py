@@ -171,7 +171,8 @@ def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
     """Formats some factors of a row's context.
 
     The context {'size': 'd_model=64', 'steps': '500'} gives ['d_model=64', 'steps 500']. The name
-    of a factor is added to numbers, and to all values of an exact check, as in 'part: symmetry'.
+    of a factor is added to numbers, to the matrix in 'without W_Q', and to all values of an exact
+    check, as in 'part: symmetry'.
     """
     texts = []
     for factor in factors:
@@ -182,7 +183,7 @@ def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
             value = _SHAPES_OF_CONTEXT.get(value, value)
         if row.kind == Kind.EXACT:
             texts.append(f'{words(factor)}: {value}')
-        elif value[:1].isdigit():
+        elif value[:1].isdigit() or factor == 'without':
             texts.append(f'{words(factor)} {value}')
         else:
             texts.append(value)
@@ -671,13 +672,15 @@ def claim_figure(claim: ClaimResult) -> Drawing:
 
 # The width of the figure of answers, in inches. It leaves room for the names of the lines.
 ANSWERS_WIDTH = 9.0
+# The margin of the decoders' studies, in nats/token, which the figure of answers shows as a band.
+ANSWERS_MARGIN = 0.01
 
 
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal parameter count.
 
-    A second panel has the differences after longer training. Returns None if no change has a
-    verdict.
+    A second panel has the differences after longer training. A dagger marks an arm below its
+    yardstick. Returns None if no change has a verdict.
     """
     decided = [decision.value for decision in DECIDED]
     model, _ = DECIDED_IN
@@ -692,13 +695,14 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
                 row,
                 style_of=verdict,
                 is_decided=verdict in decided,
-                name=f'{answer.name}: {verdict}',
+                name=f'{answer.name}{"†" if row.is_short else ""}: {verdict}',
             )
             line = line._replace(meaning=verdict)  # the text in the legend
             panels.setdefault(SHAPES[kind].panel, []).append(line)
     if not panels:
         return None
-    drawing = _drawing('answers', panels, black=Decision.NO_VERDICT.value, far=math.inf)
+    black = Decision.NO_VERDICT.value
+    drawing = _drawing('answers', panels, black, margin=ANSWERS_MARGIN, far=math.inf)
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)
 
 

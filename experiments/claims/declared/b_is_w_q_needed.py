@@ -53,8 +53,10 @@ B3 = Claim(
     "W_K' = W_K W_Q^T, are both trained, they differ only by a numerical effect: one product in "
     'place of two.',
     source=f'{threads.NO_QUERY_MATRIX}, an answer',
-    rule='Fails where the softmax input of heads that start as one function, trained on the same '
-    'sequences, differs by more than rounding in float64; the optimizer is a context.',
+    rule='Two heads, with and without W_Q, start as one function and are trained on the same '
+    'sequences (trained apart). Fails where their softmax inputs differ by more than rounding in '
+    'float64. For comparison, a trained head is rewritten without W_Q (trained, one product in '
+    'place of two). The optimizer is a context.',
     checks=(rewrites.trained_apart,),
 )
 

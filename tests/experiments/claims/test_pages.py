@@ -428,6 +428,18 @@ def test_the_figure_of_answers_has_a_panel_for_four_times_the_steps(longer_answe
     assert row_names(longer_panel) == ['drop W_Q: worse']
 
 
+def test_the_figure_of_answers_shows_the_margin_and_daggers(tmp_path):
+    row = dataclasses.replace(worse_row(0.75, length='at this length'), is_short=True)
+    write(tmp_path, ANSWERS, [Answer('Q = K', 'a/b', attention=-0.25, rows=(row,))])
+
+    figure = pages.answers_figure(read_answers(tmp_path)).figure()
+
+    (ax,) = figure.axes
+    assert row_names(ax) == ['Q = K†: worse']
+    labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert '±0.01, equivalent inside' in labels
+
+
 def test_claims_with_differences_have_figures(written):
     files = {path.name for path in (written / 'plots').iterdir()}
     names = [claim.name for claim in SHOWN if has_figure(claim)]
