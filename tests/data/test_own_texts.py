@@ -327,6 +327,7 @@ def test_a_regular_expression_matches_characters_of_several_bytes():
         ('(', r"data.documents='\(' is no regular expression .missing \)"),
         ('kB=0', "data.documents='kB=0' must be 'blank_line', 'kB=N' with N at least 1"),
         ('tokens=9', "data.documents='tokens=9' must be 'blank_line'"),
+        ('blank_lines', "data.documents='blank_lines' is no rule; did you mean 'blank_line'"),
     ],
 )
 def test_a_rule_that_divides_no_text_is_refused(rule, message):

@@ -1,6 +1,7 @@
 """Cuts long texts into documents, as the setting data.documents says."""
 
 import dataclasses
+import difflib
 import hashlib
 import itertools
 import re
@@ -86,6 +87,10 @@ def _cuts_by(rule: str) -> Cuts:
             f"data.documents={rule!r} must be 'blank_line', 'kB=N' with N at least 1, or a regular "
             'expression for a text'
         )
+    # As a pattern, a misspelled 'blank_line' would match nowhere, and each text be one document.
+    is_misspelled = bool(difflib.get_close_matches(rule, [BLANK_LINE], cutoff=0.8))
+    if is_misspelled:
+        raise ConfigError(f'data.documents={rule!r} is no rule; did you mean {BLANK_LINE!r}?')
     if num_kilobytes is not None:
         return _Blocks(size=num_kilobytes * KILOBYTE)
 
