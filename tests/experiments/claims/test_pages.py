@@ -374,6 +374,13 @@ def test_studies_that_train_longer_are_exported_with_the_claims(tmp_path, monkey
     assert directories == {'lm_dropped', 'lm_long', 'mine'}
 
 
+def worse_row(value, **fields):
+    """A row of an arm that is worse by `value`, with the 95 % interval value +- 0.01."""
+    low = value - 0.01
+    high = value + 0.01
+    return answer_row(value, low=low, high=high, decision='worse', **fields)
+
+
 @pytest.fixture
 def longer_answers(tmp_path):
     """A directory with two answers, on the changes 'drop W_Q' and 'Q = K' of a decoder.
@@ -381,12 +388,6 @@ def longer_answers(tmp_path):
     Both changes are worse than the baseline. For 'drop W_Q', the difference in loss is 0.5, and
     0.25 after 4 times the steps.
     """
-
-    def worse_row(value, **fields):
-        """A row of an arm that is worse by `value`, with the 95 % interval value +- 0.01."""
-        low = value - 0.01
-        high = value + 0.01
-        return answer_row(value, low=low, high=high, decision='worse', **fields)
 
     rows_of_drop = (
         worse_row(0.5, length='at this length: shrinks'),
@@ -437,6 +438,7 @@ def test_the_figure_of_answers_shows_the_margin_and_daggers(tmp_path):
     (ax,) = figure.axes
     assert row_names(ax) == ['Q = K†: worse']
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    # The studies of the decoders declare a margin of 0.01.
     assert '±0.01, equivalent inside' in labels
 
 
