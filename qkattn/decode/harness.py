@@ -290,7 +290,7 @@ class TextModel:
         tokens becomes the separator.
 
         Raises:
-            ConfigError: The continuation is empty, or part of the last token of the context.
+            ConfigError: The continuation has text, but is part of the last token of the context.
         """
         stripped_context = context.rstrip()
         spaces = context[len(stripped_context) :]
@@ -298,8 +298,8 @@ class TextModel:
         context_tokens = self.encode(stripped_context) if stripped_context else []
         all_tokens = self.encode(stripped_context + continuation)
         scored_tokens = all_tokens[len(context_tokens) :]
-        # Without a token to score, the continuation would have probability 1.
-        if not scored_tokens:
+        # An empty text follows with probability 1. Any other one needs a token that is scored.
+        if continuation and not scored_tokens:
             raise ConfigError(
                 f'the continuation {continuation!r:.60} has no token of its own after '
                 f'{stripped_context[-30:]!r} with the tokenizer {self.tokenizer.name}; choose '
