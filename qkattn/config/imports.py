@@ -56,14 +56,18 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
 def describe_failure(failure: Exception) -> str:
     """Describes an exception in one line, such as 'KeyError in my_file.py, line 9: ...'.
 
-    The line is the last one outside of installed libraries.
+    The line is the last one outside of installed libraries, or that of a syntax error.
     """
+    if isinstance(failure, SyntaxError) and failure.filename is not None:
+        return f'SyntaxError in {failure.filename}, line {failure.lineno}: {failure.msg}'
     frames = traceback.extract_tb(failure.__traceback__)
     user_frames = [frame for frame in frames if 'site-packages' not in frame.filename]
     last_frame = user_frames[-1] if user_frames else frames[-1]
     error_name = type(failure).__name__
     reason = ' '.join(str(failure).split())  # without line breaks
-    if not reason:
+    if not reason and isinstance(failure, NotImplementedError):
+        reason = f'a subclass must define {last_frame.name}'
+    elif not reason:
         reason = f'raised by {last_frame.name}'
     return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
 

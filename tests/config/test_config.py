@@ -341,13 +341,21 @@ def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
             {'model.value': 'outside_score:Widened', 'model.compute_dtype': 'bfloat16'},
             'returns an output of float32 for a stream of bfloat16, which is model.compute_dtype',
         ),
-        ({'model.value': 'outside_score:Unwritten'}, ': raised by cached'),
+        ({'model.value': 'outside_score:Unwritten'}, ': a subclass must define cached'),
     ],
 )
 def test_an_outside_class_that_fails_is_refused(fields, message, tmp_path):
     message = message.replace('{tmp_path}', str(tmp_path))
     with refused(re.escape(message)):
         validate(config_with(fields))
+
+
+def test_a_syntax_error_is_located_in_the_module(tmp_path, monkeypatch):
+    (tmp_path / 'unfinished.py').write_text('import math\ndef matrix(self)\n    return 0\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    message = f"SyntaxError in {tmp_path}/unfinished.py, line 2: expected ':'"
+    with refused(re.escape(message)):
+        validate(config_with({'model.score': 'unfinished:Score'}))
 
 
 # The config of a later version, with one more field, one more section, and another default.
