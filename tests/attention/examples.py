@@ -16,6 +16,7 @@ for name, source in SOURCES.items():
 
 PAGE_VARIANTS = [
     ('gained:Gained', 'vo'),
+    ('qk', 'shared_v:SharedV'),
     ('qk', 'gated:Gated'),
     ('qk', 'differential:Differential'),
     ('qk', 'talking_heads:TalkingHeads'),
