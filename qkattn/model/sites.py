@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -104,6 +105,12 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
     def check_output() -> None:
         # The einsum kernel computes every variant.
         einsum_spec = dataclasses.replace(spec, kernel='einsum')
+        bare_array = _bare_array(_abstract_layer(einsum_spec))
+        if bare_array is not None:
+            raise ConfigError(
+                f'{setting}={joined_names!r} has an array as its attribute {bare_array!r}; make it '
+                'an nnx.Param to train it, or compute it in the method that needs it'
+            )
         x_BTD, out_BTD = _trace_attention(config, setting, einsum_spec)
         # The residual sum would broadcast another shape without an error.
         if out_BTD.shape != x_BTD.shape:
@@ -187,12 +194,27 @@ def _trace_attention(
         dropout=model.probability_dropout,
     )
     dtype = jnp.dtype(model.compute_dtype)
-    # Shapes stand for arrays.
-    layer = nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+    layer = _abstract_layer(spec)
     layer = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, dtype), layer)
     x_BTD = jax.ShapeDtypeStruct((1, T, model.d_model), dtype)
     y_BSD = jax.ShapeDtypeStruct((1, S, model.d_model), dtype)
     return x_BTD, jax.eval_shape(attend, layer, x_BTD, y_BSD)
+
+
+def _abstract_layer(spec: AttentionSpec) -> Attention:
+    """Returns an attention layer with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
+
+
+def _bare_array(layer: Attention) -> str | None:
+    """Returns the name of an attribute that is an array, but no nnx.Variable; None without one.
+
+    Such an array is neither trained nor saved, and JAX cannot compare layers that have one.
+    """
+    for path, node in nnx.iter_graph(layer):
+        if isinstance(node, jax.Array | np.ndarray):
+            return '.'.join(str(name) for name in path[1:])  # without 'score' or 'value'
+    return None
 
 
 def _attend_as_in_training(

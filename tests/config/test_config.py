@@ -53,6 +53,10 @@ class Widened(VO):
         return super().output(o_BTNH, score, x_BTD) * jnp.linspace(0, 1, x_BTD.shape[-1])
 class Unwritten(Value):
     def __init__(self, spec, score, *, key): pass
+class Bare(VO):
+    def __init__(self, spec, score, *, key):
+        super().__init__(spec, score, key=key)
+        self.g_gain_NH = jnp.ones((spec.num_heads, spec.head_size))
 """
 
 
@@ -342,6 +346,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(fields, message):
             'returns an output of float32 for a stream of bfloat16, which is model.compute_dtype',
         ),
         ({'model.value': 'outside_score:Unwritten'}, ': a subclass must define cached'),
+        (
+            {'model.value': 'outside_score:Bare'},
+            "model='qk/outside_score:Bare' has an array as its attribute 'g_gain_NH'; make it an "
+            'nnx.Param to train it, or compute it in the method that needs it',
+        ),
     ],
 )
 def test_an_outside_class_that_fails_is_refused(fields, message, tmp_path):
