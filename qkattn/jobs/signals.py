@@ -35,7 +35,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DRY_RUN = re.compile(r'--?dry_run(=|$)')
 # The last messages of a process that ends on request.
 _SAVED = 'stopped after the last step, state saved'
-_NOTHING_TO_SAVE = 'stopped with nothing to save; the same command resumes'
+_NOTHING_TO_SAVE = 'stopped with nothing to save; run the same command again'
 _NOTHING_TO_RESUME = 'interrupted'
 INTERRUPTED = 'interrupted; the same command resumes from what is saved'
 

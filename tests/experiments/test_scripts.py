@@ -205,6 +205,8 @@ def test_a_character_that_the_encoding_lacks_is_escaped():
 
 # The end of the message on an interrupt, if running the same command again resumes the work.
 RESUMES = '; the same command resumes from what is saved'
+# `prepare_data` starts over, so the message does not promise to resume.
+NOTHING_TO_SAVE = 'stopped with nothing to save; run the same command again'
 
 # Saved as sitecustomize.py, this makes the import of jax wait a minute and swallow interrupts.
 SLOW_IMPORT = """
@@ -224,7 +226,8 @@ sys.meta_path.insert(0, Waiting())
 @pytest.mark.parametrize(
     ('command', 'number', 'code', 'sentence'),
     [
-        ('ablate', signal.SIGTERM, 75, 'stopped with nothing to save; the same command resumes'),
+        ('ablate', signal.SIGTERM, 75, NOTHING_TO_SAVE),
+        ('prepare_data', signal.SIGTERM, 75, NOTHING_TO_SAVE),
         ('ablate --dry_run', signal.SIGINT, 130, 'interrupted'),
     ],
 )
@@ -233,8 +236,8 @@ def test_a_signal_during_imports_ends_a_script_in_one_line(
 ):
     """A script that gets a signal while it imports jax ends at once, with one line.
 
-    SIGTERM ends ablate with exit code 75, which tells launchers to repeat the command. Ctrl-C
-    (SIGINT) ends a dry run with the usual exit code 130.
+    SIGTERM ends ablate and prepare_data with exit code 75, which tells launchers to repeat the
+    command. Ctrl-C (SIGINT) ends a dry run with the usual exit code 130.
     """
     # Python runs sitecustomize.py when it starts. The import of jax then prints 'importing',
     # waits, and swallows interrupts.
