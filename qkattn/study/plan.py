@@ -52,6 +52,9 @@ from qkattn.train import program
 Results = Callable[['PlannedRun'], list[dict[str, Any]] | None]
 # The FLOPs of a training step, as a multiple of a forward pass.
 STEP_PER_FORWARD = 3
+# The bytes of a directory's name before the hyphen and the hash of 12 digits. File systems allow
+# names of 255 bytes.
+MAX_READABLE_BYTES = 255 - 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +75,15 @@ class PlannedRun:
     def directory(self) -> str:
         """The directory in the study's directory: 'runs/qk-no_o-d_model=64-verdict-0123456789ab'.
 
-        The last part of the name is `id`.
+        The last part of the name is `id`. The part before it is cut if it is too long.
         """
         title = self.arm.title
         if self.stage != SINGLE:
             title += f' {self.stage}'
         readable = re.sub(r'[^\w.=]+', '-', title).strip('-')
-        return f'runs/{readable}-{self.id}'
+        # A cut may divide the last character, which is dropped.
+        shortened = readable.encode()[:MAX_READABLE_BYTES].decode(errors='ignore')
+        return f'runs/{shortened}-{self.id}'
 
     @property
     def tokens(self) -> int:

@@ -186,6 +186,18 @@ def test_an_untuned_study_has_a_single_run_of_each_arm(arms):
     assert runs[0].directory == f'runs/qk-vo-d_model=32-{runs[0].id}'
 
 
+def test_the_name_of_a_run_directory_is_cut_to_what_file_systems_allow(arms, tmp_path):
+    """The hash stays at the end of the name, and no character of two bytes is divided."""
+    long_key = arms[0].key._replace(variant='qk/vo' + 300 * 'ü')
+    long_arm = dataclasses.replace(arms[0], key=long_key)
+
+    (run,) = plan.runs(study_with(tuning=TuningConfig()), [long_arm], no_results)
+
+    # 5 of 242 bytes are those of 'qk-vo', so half of a character is left over.
+    assert run.directory == f'runs/qk-vo{118 * "ü"}-{run.id}'
+    (tmp_path / run.directory).mkdir(parents=True)
+
+
 def query_free_is_better(run, trial):
     """A little noise for every arm. Losses of query_free/vo are also lower by 0.5."""
     noise = 0.02 * math.sin(trial['seed'] + 10 * len(run.arm.key.variant))
