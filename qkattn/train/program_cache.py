@@ -35,19 +35,27 @@ _SETTINGS = {
 log = logging.getLogger(__name__)
 
 
-def directory() -> Path:
+def directory() -> Path | str:
     """Returns the directory of this machine's programs, such as ~/.cache/qkattn/compiled/8-cores.
 
-    If JAX_COMPILATION_CACHE_DIR is set, it takes the place of ~/.cache/qkattn/compiled.
+    If JAX_COMPILATION_CACHE_DIR is set, it takes the place of ~/.cache/qkattn/compiled. A directory
+    in a bucket is returned as its URL.
     """
-    parent = os.environ.get(_DIRECTORY_VARIABLE)
-    if not parent:
+    parent = _named_parent()
+    if parent is None:
         user_cache = os.environ.get('XDG_CACHE_HOME', '')
         # By the XDG specification, a relative path is ignored.
         if not os.path.isabs(user_cache):
             user_cache = '~/.cache'
         parent = f'{user_cache}/qkattn/compiled'
+    if '://' in parent:
+        return f'{parent.rstrip("/")}/{_name_of_subdirectory()}'
     return as_path(parent).absolute() / _name_of_subdirectory()
+
+
+def _named_parent() -> str | None:
+    """Returns the directory that the user names for all numbers of cores, or None."""
+    return os.environ.get(_DIRECTORY_VARIABLE) or None
 
 
 def _name_of_subdirectory() -> str:
@@ -71,20 +79,14 @@ def keep_programs() -> None:
     for name, value in _SETTINGS.items():
         if name.upper() not in os.environ:  # JAX reads such environment variables itself
             jax.config.update(name, value)
-    named_directory = os.environ.get(_DIRECTORY_VARIABLE, '')
-    if '://' in named_directory:  # JAX writes to a bucket itself
-        url = f'{named_directory.rstrip("/")}/{_name_of_subdirectory()}'
-        jax.config.update('jax_compilation_cache_dir', url)
-        compilation_cache.reset_cache()
-        return
     try:
         path = directory()
-        _make_private(path)
-        is_default_directory = not os.environ.get(_DIRECTORY_VARIABLE)
-        if is_default_directory:
-            # Another process may delete the same files at the same time.
-            with contextlib.suppress(FileNotFoundError):
-                _delete_oldest(path.parent)
+        if isinstance(path, Path):  # JAX writes to a bucket itself
+            _make_private(path)
+            if _named_parent() is None:
+                # Another process may delete the same files at the same time.
+                with contextlib.suppress(FileNotFoundError):
+                    _delete_oldest(path.parent)
     except (OSError, ConfigError) as error:  # for example, the user has no home directory
         log.warning(
             'compiled programs are not kept (%s); set %s to a directory', error, _DIRECTORY_VARIABLE
