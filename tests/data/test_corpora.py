@@ -399,7 +399,43 @@ def test_a_split_that_is_unclear_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'name', ['valid.txt', 'dev/a.txt', 'val.txt.gz', 'validation.jsonl', 'test.TXT', 'valid/b.TXT']
+    ('train', 'validation'),
+    [
+        ('train.txt', 'valid.txt'),
+        ('training.txt', 'dev/a.txt'),
+        ('train/a.txt', 'val.txt.gz'),
+        ('ptb.train.txt', 'ptb.valid.txt'),
+        ('wiki-train.txt', 'wiki_dev.txt'),
+        ('PTB.Train.txt', 'validation.txt'),
+    ],
+)
+def test_other_words_and_the_ends_of_names_say_the_split(tmp_path, train, validation):
+    validation_text = gzip.compress(b'b\n') if validation.endswith('.gz') else b'b\n'
+
+    corpus = written_corpus(tmp_path, {train: 'a\n', validation: validation_text})
+
+    assert documents(corpus) == {'train': [b'a\n'], 'validation': [b'b\n']}
+
+
+@pytest.mark.parametrize(
+    ('names', 'message'),
+    [
+        (
+            ['a.txt', 'ptb.valid.txt', 'ptb.train.txt'],
+            r"a.txt' names no split, but 'ptb.train.txt' ends with one; rename one of them",
+        ),
+        # Only one of several titles ends with the word.
+        (['folder/a.txt', 'acid-test.txt'], r"a.txt' names no split, but 'acid-test.txt' ends"),
+        (['ptb.train.txt', 'wiki.train.txt'], 'holds both ptb.train.txt and wiki.train.txt; keep'),
+    ],
+)
+def test_names_that_may_end_with_a_split_by_chance_are_refused(tmp_path, names, message):
+    with refused(message):
+        written_corpus(tmp_path, dict.fromkeys(names, 'a\n'))
+
+
+@pytest.mark.parametrize(
+    'name', ['validation.jsonl', 'my.valid.jsonl', 'test.TXT', 'ptb.test.TXT', 'valid/b.TXT']
 )
 def test_text_of_a_split_that_would_not_be_read_is_refused(tmp_path, name):
     """Otherwise, the split would be carved from train, beside the text that the user gives."""
@@ -408,8 +444,8 @@ def test_text_of_a_split_that_would_not_be_read_is_refused(tmp_path, name):
 
 
 def test_files_that_name_no_split_are_not_read_beside_splits(tmp_path):
-    # A folder of the name of a split may hold other files than text.
-    files = {'train.txt': 'a\n' * 40, 'notes.txt': 'b\n', 'dev/a.md': 'b\n'}
+    # A folder of the name of a split may hold other files than text. macOS writes '._train.txt'.
+    files = {'train.txt': 'a\n' * 40, 'notes.txt': 'b\n', 'dev/a.md': 'b\n', '._train.txt': 'b\n'}
     corpus = written_corpus(tmp_path, files)
     assert b''.join(sum(documents(corpus).values(), [])) == b'a\n' * 40
 

@@ -19,7 +19,7 @@ from qkattn.data.corpora.corpus import (
     explain_read_errors,
     parse_languages,
 )
-from qkattn.data.corpora.split_files import WORDS, files_by_split
+from qkattn.data.corpora.split_files import WORDS, files_by_split, split_at_end
 from qkattn.errors import ConfigError
 from qkattn.storage.files import as_path, read_whole, version_of
 
@@ -43,8 +43,8 @@ def text(config: DataConfig) -> Corpus:
 
     - A plain-text file is cut at line ends into 90 % train, 5 % validation and 5 % test. Each
       split is one document.
-    - A directory can have a file or a folder per split. The file train.txt is one document. In a
-      folder train/, each text file is one document.
+    - A directory can have a file or a folder per split. The file train.txt or my.train.txt is one
+      document. In a folder train/, each text file is one document.
     - In any other directory, each text file is one document of the train split.
     - In JSON lines and Parquet files, each record is one document. `config.feature` names the field
       with the text.
@@ -65,16 +65,18 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     """Makes a corpus from plain-text files or record files in a directory; see `text`."""
     # Maps split and document name to a file: files['train']['train/a.txt'].
     files: dict[str, dict[str, Path]] = {}
-    # First choice: plain text named after a split, such as train.txt or validation/a.txt.
+    # First choice: plain text named after a split, such as train.txt, ptb.valid.txt or test/a.txt.
     empty_folders = []
-    for split in SPLITS:
-        files_of_split = _files_of_split(directory, split)
-        if files_of_split:
+    for split, path in _paths_of_splits(directory).items():
+        if _is_text(path):
+            _require_lower_suffix(path)
+            files[split] = {split: path}
+        elif files_of_split := _text_files(path, directory):
             files[split] = files_of_split
-        elif (directory / split).exists():
-            empty_folders.append(directory / split)
+        else:
+            empty_folders.append(path)
     if files:
-        _refuse_unread_splits(directory, files)
+        _refuse_unread_text(directory, files)
 
     # Second choice: records, such as train.jsonl.
     if not files:
@@ -111,23 +113,31 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     )
 
 
-def _refuse_unread_splits(directory: Path, files: dict[str, dict[str, Path]]) -> None:
-    """Raises ConfigError for text beside `files` that is named after a split, such as valid.txt."""
-    # Plain text has the names of SPLITS, but records may have the other names in WORDS.
-    names_read = set()
-    for files_of_split in files.values():
-        for file in files_of_split.values():
-            names_read.add(file.relative_to(directory).parts[0])
+def _refuse_unread_text(directory: Path, files: dict[str, dict[str, Path]]) -> None:
+    """Raises ConfigError for text beside `files` that the user probably wants to be read.
+
+    This is text of a split in another format, such as validation.jsonl. It is also text without a
+    split, such as notes.txt, beside a name that only ends with a split, such as ptb.train.txt.
+    """
+    files_read = {file for files_of_split in files.values() for file in files_of_split.values()}
+    names_read = sorted({file.relative_to(directory).parts[0] for file in files_read})
     for path in sorted(directory.iterdir()):
-        word, dot, ending = path.name.lower().partition('.')
-        if word not in WORDS or path.name in names_read:
-            continue
-        is_text = dot + ending in (*TEXT, *records.SUFFIXES)
-        if is_text or (path.is_dir() and _text_files(path, directory)):
-            split = WORDS[word]
+        split = split_at_end(path.name, tuple(records.SUFFIXES))
+        if split is not None:
             raise ConfigError(
-                f'data.path: {str(path)!r} is not read beside {sorted(names_read)[0]}; give its '
-                f'text as {split}.txt or in a folder {split}, or move it'
+                f'data.path: {str(path)!r} is not read beside {names_read[0]}; give its text as '
+                f'{split}.txt or in a folder {split}, or move it'
+            )
+
+    # A title may end with 'test' by chance, unlike a file with the whole name 'test.txt'.
+    longer_names = [name for name in names_read if name.lower().partition('.')[0] not in WORDS]
+    if not longer_names:
+        return
+    for file in _text_files(directory, directory).values():
+        if file not in files_read:
+            raise ConfigError(
+                f'data.path: {str(file)!r} names no split, but {longer_names[0]!r} ends with one; '
+                'rename one of them, or move it'
             )
 
 
@@ -167,8 +177,8 @@ def _text_of_one_file(path: Path) -> Corpus:
 
     Raises ConfigError if the suffix is not one of plain text.
     """
-    is_text = path.name.lower().endswith(TEXT)  # includes .txt.gz, but not other .gz files
-    if path.suffix.lower() in NOT_TEXT and not is_text:
+    # Text includes .txt.gz, but no other .gz files.
+    if path.suffix.lower() in NOT_TEXT and not _is_text(path):
         raise ConfigError(
             f'data.path: {str(path)!r} is a {path.suffix} file, which is not read; give plain '
             'text in UTF-8, as in book.txt, or .jsonl or .parquet files of records'
@@ -241,40 +251,60 @@ def _aligned_lines(files: list[Path], file_index: int) -> Iterator[bytes]:
             yield aligned_lines[file_index].removesuffix(b'\r')
 
 
-def _files_of_split(directory: Path, split: str) -> dict[str, Path]:
-    """Returns the plain-text files of a split, by document name.
+def _paths_of_splits(directory: Path) -> dict[str, Path]:
+    """Returns the plain-text file or the folder of each split, in the order of SPLITS.
 
-    They are one file, {'train': directory / 'train.txt'}, or the files in a folder,
-    {'train/a.txt': directory / 'train/a.txt'}. Returns {} if there is no text.
-
-    Raises ConfigError if there are several files, or a file and a folder.
+    Raises ConfigError if a split has several of them.
     """
-    candidates = [directory / f'{split}{suffix}' for suffix in TEXT]
-    candidates.append(directory / split)  # the folder
-    existing = [path for path in candidates if path.exists()]
-    if not existing:
-        return {}
-    if len(existing) > 1:
-        names = f'{existing[-1].name} and {existing[0].name}'
-        raise ConfigError(f'{str(directory)!r} holds both {names}; keep one.')
+    path_of_split: dict[str, Path] = {}
+    for path in sorted(directory.iterdir()):
+        split = _split_of_path(path)
+        if split is None:
+            continue
+        if split in path_of_split:
+            names = f'{path_of_split[split].name} and {path.name}'
+            raise ConfigError(f'{str(directory)!r} holds both {names}; keep one.')
+        path_of_split[split] = path
+    return {split: path_of_split[split] for split in SPLITS if split in path_of_split}
 
-    (path,) = existing
-    is_folder = path.name == split
-    if is_folder:
-        return _text_files(path, directory)
-    return {split: path}
+
+def _split_of_path(path: Path) -> str | None:
+    """Returns the split of a plain-text file or folder in the user's directory, or None.
+
+    The name of a file is a word for a split or ends with one, as in 'valid.txt' and
+    'ptb.valid.txt'. The name of a folder is such a word.
+    """
+    name = path.name.lower()
+    if _is_text(path):
+        return split_at_end(name, TEXT)
+    if name in SPLITS:
+        return name
+    # A folder such as dev/ may hold other files than text.
+    if name in WORDS and path.is_dir() and _text_files(path, path):
+        return WORDS[name]
+    return None
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file has the suffix of plain text, in lower or upper case."""
+    return path.name.lower().endswith(TEXT)
+
+
+def _require_lower_suffix(path: Path) -> None:
+    """Raises ConfigError if the suffix of a plain-text file is in upper case."""
+    if not path.name.endswith(TEXT):
+        raise ConfigError(
+            f'data.path: {str(path)!r} is not read; write its suffix in lower case, or move it'
+        )
 
 
 def _text_files(folder: Path, directory: Path) -> dict[str, Path]:
     """Returns the plain-text files below a folder, by path in `directory`: 'train/a.txt'."""
     # `rglob` raises NotImplementedError for a folder in a bucket.
     with explain_read_errors(repr(str(folder)), 'give its text as a file', NotImplementedError):
-        files = sorted(path for path in folder.rglob('*') if path.name.lower().endswith(TEXT))
+        files = sorted(path for path in folder.rglob('*') if _is_text(path))
     for file in files:
-        if not file.name.endswith(TEXT):
-            raise ConfigError(
-                f'data.path: {str(file)!r} is not read; write its suffix in lower case, or move it'
-            )
+        _require_lower_suffix(file)
     return {file.relative_to(directory).as_posix(): file for file in files}
 
 

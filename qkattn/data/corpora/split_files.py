@@ -56,6 +56,21 @@ def files_by_split(directory: Path, suffixes: Sequence[str]) -> dict[str, list[P
     return {split: files_of_split[split] for split in SPLITS if split in files_of_split}
 
 
+def split_at_end(name: str, suffixes: Sequence[str]) -> str | None:
+    """Returns the split that a file name ends with before one of the suffixes, or None.
+
+    For example, 'train.txt', 'ptb.train.txt' and 'ptb-train.txt' end with train.
+    """
+    if name.startswith('.'):  # such as '._train.txt', which macOS writes beside 'train.txt'
+        return None
+    for suffix in suffixes:
+        if name.lower().endswith(suffix):
+            stem = name.lower().removesuffix(suffix)
+            last_word = re.split('[._-]', stem)[-1]
+            return WORDS.get(last_word)
+    return None
+
+
 def _files_below(directory: Path, suffixes: Sequence[str]) -> list[Path]:
     """Returns the sorted files below a directory with one of the suffixes."""
     name = f'data.path: {str(directory)!r}'
