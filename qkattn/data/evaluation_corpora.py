@@ -18,12 +18,12 @@ from qkattn.config.imports import NOT_MODULES
 from qkattn.config.setting import check_section
 from qkattn.data.cache import NotPrepared
 from qkattn.data.corpora import corpus_registry
-from qkattn.data.corpora.corpus import SPLITS
+from qkattn.data.corpora.corpus import SPLITS, is_lower_case
 from qkattn.data.load import load_split, open_tokens
 from qkattn.data.tasks.language import TextRows
 from qkattn.data.tasks.rows import Rows
 from qkattn.data.tasks.task_registry import task_of
-from qkattn.data.tokenizers.tokenizer import IdTokenizer, Tokenizer
+from qkattn.data.tokenizers.tokenizer import IdTokenizer
 from qkattn.data.tokens import TokenDataset
 from qkattn.errors import ConfigError
 from qkattn.metrics import CORPORA
@@ -164,7 +164,7 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
             if entry.data is None:
                 dataset = rows.dataset
             else:
-                dataset = _open_split(entry.data, entry.split, rows.dataset.tokenizer)
+                dataset = _open_split(entry.data, entry.split, rows.dataset)
                 _require_known_ids(dataset, rows, config)
             corpus_rows = rows.on_dataset(dataset)
             corpus_rows.count(entry.split)  # raises ConfigError for a missing or short split
@@ -172,16 +172,19 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     return tuple(corpora)
 
 
-def _open_split(data: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDataset:
-    """Opens a corpus whose `split` is tokenized with a given tokenizer."""
+def _open_split(data: DataConfig, split: str, run_dataset: TokenDataset) -> TokenDataset:
+    """Opens a corpus whose `split` is tokenized as the dataset of the run."""
     if data.name == 'tokens':
         return open_tokens(data)
-    if isinstance(tokenizer, IdTokenizer):
+    if isinstance(run_dataset.tokenizer, IdTokenizer):
         raise ConfigError(
             'text needs a vocabulary, which the tokens of the run have not; set data.tokenizer to '
             'the tokenizer.json that they were made with'
         )
-    return load_split(data, split, tokenizer)
+    # A run on prepared tokens need not set data.lowercase again.
+    if is_lower_case(run_dataset.version):
+        data = dataclasses.replace(data, lowercase=True)
+    return load_split(data, split, run_dataset.tokenizer)
 
 
 def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from qkattn.config import DataConfig
 from qkattn.config.paths import open_regular
 from qkattn.data.cache import DamagedData, local_directory, require_preparing
-from qkattn.data.corpora.corpus import SPLITS, Corpus, explain_read_errors
+from qkattn.data.corpora.corpus import SPLITS, Corpus, explain_read_errors, is_lower_case
 from qkattn.data.encoding import Encoded, Result, encoder
 from qkattn.data.mapped import map_ids
 from qkattn.data.tokenizers.tiktoken_encodings import PREFIX
@@ -358,7 +358,7 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index, vocab_size: int) -> None:
     """Raises ConfigError for settings that cannot change existing tokens, such as lowercase."""
-    if config.lowercase:
+    if config.lowercase and not is_lower_case(index.version):
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
         field = 'carve_test'

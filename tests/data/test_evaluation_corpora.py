@@ -228,6 +228,22 @@ def test_prepared_tokens_of_the_same_tokenizer_are_read(config_of, texts, tmp_pa
     assert tokens_of(from_text).tolist() == tokens_of(from_tokens).tolist()
 
 
+def test_text_is_in_lower_case_if_the_tokens_of_the_run_are(config_of, tmp_path):
+    """A run on prepared tokens in lower case leaves data.lowercase at its default."""
+    text = tmp_path / 'text.txt'
+    text.write_text('To be, or NOT to be\n' * 99)
+    tokens = str(tmp_path / 'made')
+    run_on_text = config_of(f'tokens:{tokens}', lowercase=True)
+    prepare(dataclasses.replace(run_on_text.data, evaluate=()), tokens)
+
+    from_text = corpus_of(config_of(f'text:{text}', name='tokens', path=tokens))
+    characters = bytes(tokens_of(from_text).tolist())
+    assert characters.startswith(b'o be, or not to be\nto be')
+
+    # A run on text in lower case may be evaluated on these tokens.
+    assert len(tokens_of(corpus_of(run_on_text))) > 0
+
+
 @pytest.fixture
 def config_of_ids(config_of, tmp_path):
     """A function like `config_of`, for a run on token files without a vocabulary.

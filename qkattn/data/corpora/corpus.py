@@ -18,6 +18,8 @@ SPLITS = ('train', 'validation', 'test')
 CARVED_FRACTION = 0.1
 # The version of the carving. It changes when the same documents would be carved differently.
 CARVING = 2
+# A part of the version of a text in lower case.
+LOWER_CASE = '-lower'
 # A document has at most 1 / SHARES of the bytes of an evaluation split. This takes at least SHARES
 # documents.
 SHARES = 20
@@ -43,6 +45,11 @@ class Corpus:
     names: Callable[[str], list[str]] | None = None
     # The fraction of train that each carved split takes, as in {'validation': 0.1}.
     carved: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def is_lower_case(version: str) -> bool:
+    """Whether `data.lowercase` made a text, by its version such as '1.0.0-lower-carved2-test'."""
+    return f'{LOWER_CASE}-' in f'{version}-'
 
 
 @contextlib.contextmanager

@@ -9,7 +9,13 @@ from qkattn.config import DataConfig
 from qkattn.config.calls import accepts_arguments, call_with_config_errors, resolve
 from qkattn.config.imports import source_digest
 from qkattn.data.corpora import catalogues, cldr, downloads, own_files, python_text
-from qkattn.data.corpora.corpus import SPLITS, Corpus, cap_documents, carve_missing_splits
+from qkattn.data.corpora.corpus import (
+    LOWER_CASE,
+    SPLITS,
+    Corpus,
+    cap_documents,
+    carve_missing_splits,
+)
 from qkattn.data.corpora.divided import divide_texts
 from qkattn.errors import ConfigError
 
@@ -151,7 +157,7 @@ def find(config: DataConfig) -> Corpus:
     if config.lowercase:
         corpus = dataclasses.replace(
             corpus,
-            version=f'{corpus.version}-lower',
+            version=f'{corpus.version}{LOWER_CASE}',
             documents=functools.partial(_lowercase_documents, corpus),
         )
 
