@@ -11,7 +11,7 @@ import pytest
 
 from qkattn.config import DataConfig
 from qkattn.data import pipeline
-from qkattn.data.tasks.language import LanguageRows
+from qkattn.data.tasks.language import LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import CausalProbeRows, find
 from qkattn.data.tasks.task_registry import batches, rows_of
 from qkattn.data.tokenizers.tokenizer import ByteTokenizer
@@ -257,21 +257,36 @@ def test_evaluation_batches_of_a_config_cover_the_sequences_once(tiny):
 
 @pytest.fixture
 def letters():
-    """Documents of 9, 3 and 8 tokens, in rows of 4: aaaa aaaa 0bb0 cccc."""
+    """A dataset whose splits have documents of 9, 3 and 8 tokens: aaaaaaaa0bb0ccccccc0."""
     text = np.frombuffer(b'aaaaaaaa\0bb\0ccccccc\0', np.uint8)
     splits = {'train': text, 'validation': text}
-    return LanguageRows(token_dataset('letters', ByteTokenizer(), splits), length=4)
+    return token_dataset('letters', ByteTokenizer(), splits)
 
 
 def test_a_cluster_of_text_is_a_document(letters):
-    # The split is 'aaaaaaaa\0bb\0ccccccc\0', in 4 rows of 4 tokens.
-    names, document_R = pipeline.clusters(letters, 'validation')
+    # The split has 4 rows of 4 tokens: aaaa aaaa 0bb0 cccc.
+    rows = LanguageRows(letters, length=4)
+    names, document_R = pipeline.clusters(rows, 'validation')
     assert names == ['0', '1', '2']
     assert document_R.tolist() == [0, 0, 1, 2]
 
     # Of two rows, the first and the third.
-    _, document_R = pipeline.clusters(letters, 'validation', max_rows=2)
+    _, document_R = pipeline.clusters(rows, 'validation', max_rows=2)
     assert document_R.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ('length', 'expected'),
+    [
+        (1, 9 * [0] + 3 * [1] + 8 * [2]),
+        (3, [0, 0, 0, 1, 2, 2]),  # aaa aaa aa0 bb0 ccc ccc
+    ],
+)
+def test_a_masked_row_belongs_to_the_document_of_its_middle_token(letters, length, expected):
+    rows = MaskedRows(letters, length)
+    names, document_R = pipeline.clusters(rows, 'validation')
+    assert names == ['0', '1', '2']
+    assert document_R.tolist() == expected
 
 
 def test_rows_without_documents_are_dealt_out_to_clusters():
@@ -308,8 +323,9 @@ def test_rows_without_documents_need_no_minimum():
 )
 def test_a_study_needs_a_test_split_of_many_documents(letters, fields, minimum, message):
     # `letters` has 3 documents in train and validation.
+    rows = LanguageRows(letters, length=4)
     with refused(message):
-        pipeline.check_documents(letters, DataConfig(**fields), minimum)
+        pipeline.check_documents(rows, DataConfig(**fields), minimum)
 
 
 def test_the_number_of_rows_that_suffices_is_named(stdlib):

@@ -38,6 +38,7 @@ class TextRows(Rows):
     def __init__(self, dataset: TokenDataset, length: int):
         self.dataset = dataset
         self.length = length
+        self.window_size = length  # tokens that a row is read from
         self.splits = dataset.splits
         self.vocab_size = dataset.vocab_size
 
@@ -59,7 +60,7 @@ class TextRows(Rows):
     def documents(self, split: str) -> tuple[list[str], np.ndarray]:
         """Assigns each row to the document of its middle token."""
         begin_R = np.arange(self.count(split)) * self.length
-        middle_R = begin_R + (self.length + 1) // 2
+        middle_R = begin_R + self.window_size // 2
         # The index of a document is the number of documents that have ended before.
         ends = self.dataset.document_ends(split)
         document_R = np.searchsorted(ends, middle_R, side='right')
@@ -96,6 +97,7 @@ class LanguageRows(TextRows):
 
     def __init__(self, dataset: TokenDataset, length: int, *, shift: bool = False):
         super().__init__(dataset, length)
+        self.window_size = length + 1  # the last target is not an input
         self.shift = shift
 
     def on_dataset(self, dataset: TokenDataset) -> Self:
@@ -117,8 +119,7 @@ class LanguageRows(TextRows):
         begin_B = rows_B * self.length
         if self.shift and split == 'train':
             begin_B = begin_B + self._offsets_B(draws_B2)
-        # Windows have T + 1 tokens, because the last target is not an input.
-        tokens_BT1 = self.dataset.windows(split, begin_B, self.length + 1)
+        tokens_BT1 = self.dataset.windows(split, begin_B, self.window_size)
         return token_batch(
             tokens_BT=tokens_BT1[:, :-1],
             targets_BT=tokens_BT1[:, 1:],
