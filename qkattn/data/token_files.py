@@ -319,7 +319,24 @@ def open_prepared(config: DataConfig) -> TokenDataset:
             f'{index.tokenizer!r} is {tokenizer.name}; restore its source'
         )
     _refuse_settings_without_effect(config, index, dataset.vocab_size)
+    _require_last_separators(dataset, directory)
     return dataset
+
+
+def _require_last_separators(dataset: TokenDataset, directory: Path) -> None:
+    """Raises ConfigError if a split does not end with a separator.
+
+    Its last ids would belong to no document. Another program may have put a separator before each
+    document, not after it.
+    """
+    separator = dataset.tokenizer.separator
+    for split in dataset.splits:
+        last_id = dataset.split(split)[-1:][0]
+        if last_id != separator:
+            raise ConfigError(
+                f'{directory / split}.bin ends with the id {last_id}; each document must end with '
+                f'the separator {separator}'
+            )
 
 
 def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:

@@ -700,6 +700,15 @@ def test_a_run_with_an_added_separator_resumes_with_it(tiny, text_config, tmp_pa
     assert rows_of(other_config).vocab_size == end_of_text + 1
 
 
+def test_tokens_whose_last_document_does_not_end_are_refused(prepared_dir, tmp_path):
+    """Another program may write tokens with a separator before each document, not after it."""
+    copy = shutil.copytree(prepared_dir, tmp_path / 'copy')
+    content = (copy / 'test.bin').read_bytes()
+    (copy / 'test.bin').write_bytes(content[-1:] + content[:-1])
+    with refused(r'test.bin ends with the id 10; each document must end with the separator 0'):
+        load_text(config_of_tokens(copy))
+
+
 def test_the_writer_that_the_page_shows_writes_tokens(tmp_path, monkeypatch):
     """docs/data.md shows a program that writes a directory of tokens.
 
