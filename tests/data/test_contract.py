@@ -288,6 +288,24 @@ class Shifted(LanguageRows):
 """
 
 
+# Probes that break the interface: `Unfinished` lacks its methods, `Paired` gives two arrays,
+# `Longer` has more targets than tokens, and the separator of `Outside` is not in its vocabulary.
+MISMADE = """
+from qkattn.data.tasks.probe_tasks import Probe, Sizes
+from sorting import Sorting
+class Unfinished(Probe): pass
+class Paired(Sorting):
+    def make(self, u_BU):
+        return super().make(u_BU)[:2]
+class Longer(Sorting):
+    def make(self, u_BU):
+        tokens_BT, targets_BT, weights_BT = super().make(u_BU)
+        return tokens_BT, targets_BT.repeat(2, axis=1), weights_BT
+class Outside(Sorting):
+    sizes = Sizes(vocabulary=10, answers=10, draws=64)
+"""
+
+
 @pytest.fixture
 def wrong_modules(outside):
     """Modules on the path whose corpora and tasks break the interface, each in one way.
@@ -306,8 +324,9 @@ def wrong_modules(outside):
         'lacking': fables.replace("('train',)", "('train', 'test')"),
         # The function of the documents does not take a language.
         'argued': fables.replace('lambda _:', 'lambda:'),
-        # The classes of tasks are wrong.
+        # The classes of tasks and probes are wrong.
         'misread': MISREAD,
+        'mismade': MISMADE,
     }
     for name, source in sources.items():
         (outside / f'{name}.py').write_text(source)
@@ -363,7 +382,7 @@ def wrong_modules(outside):
         ),
         pytest.param(
             {'task': 'nibbles:Nibbles'},
-            "data.task='nibbles:Nibbles' is not a class with the attr",
+            "data.task='nibbles:Nibbles' is not a class with the attributes of .*Rows: kind, data,",
             id='a tokenizer for a task',
         ),
         pytest.param(
@@ -391,6 +410,27 @@ def wrong_modules(outside):
             "tokens_BT of data.task='misread:Shifted' holds ids .* in split 'train'; they must be "
             'at least 0 and below vocab_size=256',
             id='ids outside of the vocabulary',
+        ),
+        pytest.param(
+            {'name': 'mismade:Unfinished'},
+            "data.name='mismade:Unfinished' fails, TypeError in .*abstract",
+            id='probe without its methods',
+        ),
+        pytest.param(
+            {'name': 'mismade:Paired(length=64)'},
+            r"data.name='mismade:Paired\(length=64\)' fails, ValueError in .*expected 3, got 2",
+            id='probe of two arrays',
+        ),
+        pytest.param(
+            {'name': 'mismade:Longer(length=64)'},
+            r"data.name='mismade:Longer\(length=64\)' gives .*targets_BT \(1, 256\)",
+            id='arrays of a probe of another shape',
+        ),
+        pytest.param(
+            {'name': 'mismade:Outside(length=64)'},
+            r"tokens_BT of data.name='mismade:Outside\(length=64\)' holds ids from 0 to 10 in "
+            "split 'train'; they must be at least 0 and below vocab_size=10",
+            id='ids of a probe outside of the vocabulary',
         ),
     ],
 )

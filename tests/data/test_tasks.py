@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.data.tasks import probe_tasks, repeats
 from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
 from qkattn.data.tasks.probe_tasks import PROBES
+from qkattn.data.tasks.task_registry import rows_of
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokens import PairDataset, TokenDataset
 from tests.data.datasets import check_shapes, numbers, read_rows, token_dataset
@@ -493,6 +495,25 @@ def test_a_probe_from_outside_is_named_by_import_path(outside):
     assert identity['name'] == 'short_copy:Short'
     assert identity['version'].startswith('1-')  # then a digest of the module
     assert identity['options'] == vars(PROBES['copy'](symbols=5))
+
+
+def test_the_probe_of_the_docs_sorts_digits(outside):
+    """The module sorting is in docs/outside.md; separator 10 stands between digits and order."""
+    data = DataConfig(name='sorting:Sorting(length=4)', task='sorting:Ranked')
+    config = Config(model=ModelConfig(context=8), data=data)
+
+    rows = rows_of(config)
+
+    batch = read_rows(rows, 'train', range(50))
+    sequences = np.concatenate([batch['tokens_BT'], batch['targets_BT'][:, -1:]], axis=1)
+    for sequence in sequences.tolist():
+        assert sequence == [*sequence[:4], 10, *sorted(sequence[:4])]
+    assert batch['loss_weights_BT'].tolist() == [[0] * 4 + [1] * 4] * 50
+    # The frequencies of digits at each place are better than chance, log 10.
+    losses = rows.yardsticks(config).losses
+    assert losses.keys() == {'val', 'test'}
+    for loss in losses.values():
+        assert 0 < loss['frequencies'] < math.log(10) - 0.1
 
 
 @pytest.mark.parametrize('name', ['fables:fables', 'tfds:squad', 'stdlib'])

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from qkattn.config import Config
-from qkattn.config.calls import parse_call, resolve
+from qkattn.config.calls import call_with_config_errors, parse_call, resolve
 from qkattn.config.imports import source_digest
 from qkattn.data.corpora.corpus import SPLITS
 from qkattn.data.corpora.corpus_registry import SETTINGS, in_catalogue, refuse_unused
@@ -334,8 +334,10 @@ def find(text: str) -> tuple[str, Probe]:
     )
     if any(type(value) is not int for value in options.values()):
         raise ConfigError(f'data.name={text!r}: options of probes are whole numbers.')
-    probe = probe_class(**options)
-    for option, least in probe.least.items():
+    # Exceptions in a user's class become ConfigErrors, as where it lacks a method.
+    probe = call_with_config_errors('data.name', text, lambda: probe_class(**options))
+    smallest_values = call_with_config_errors('data.name', text, lambda: probe.least)
+    for option, least in smallest_values.items():
         value = getattr(probe, option)
         if value < least:
             raise ConfigError(f'data.name={text!r}: {option}={value} must be at least {least}.')

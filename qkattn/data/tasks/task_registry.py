@@ -67,24 +67,35 @@ def rows_of(config: Config) -> Rows:
         ConfigError: The rows cannot be opened or do not fit the model.
     """
     task, options = _task_and_options(config)
-    name = config.data.task
-    # A user's class is given by its import path, as in 'my_tasks:Sorting'.
-    is_from_outside = name is not None and ':' in name
-    if not is_from_outside:
-        return _open_rows(config, task, options)
+    open_rows = functools.partial(_open_rows, config, task, options)
+    outside = _field_from_outside(config.data)
+    if outside is None:
+        return open_rows()
 
+    field, value = outside
     reads_segments = 'segments_BT' in task.array_shapes(config.model)
-    if not config.data.cross_documents and not reads_segments:
+    if field == 'data.task' and not config.data.cross_documents and not reads_segments:
         raise ConfigError(
-            f'data.cross_documents=False has no effect on data.task={name!r}, whose rows have no '
+            f'data.cross_documents=False has no effect on data.task={value!r}, whose rows have no '
             'segments_BT; leave it at True'
         )
 
-    # Exceptions in the user's code become ConfigErrors that name data.task.
-    open_rows = functools.partial(_open_rows, config, task, options)
-    rows = call_with_config_errors('data.task', name, open_rows)
-    _check_arrays(config, rows)
+    # Exceptions in the user's code become ConfigErrors that name the field.
+    rows = call_with_config_errors(field, value, open_rows)
+    _check_arrays(config, rows, field, value)
     return rows
+
+
+def _field_from_outside(data: DataConfig) -> tuple[str, str] | None:
+    """Returns the field that names a task or a probe from outside, and its value.
+
+    For example, ('data.task', 'my_tasks:Sorting'). Returns None if neither is from outside.
+    """
+    if data.task is not None and ':' in data.task:
+        return 'data.task', data.task
+    if ':' in data.name and probe_tasks.is_probe(data.name):
+        return 'data.name', data.name
+    return None
 
 
 def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> Rows:
@@ -100,9 +111,11 @@ def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> 
     return rows
 
 
-def _check_arrays(config: Config, rows: Rows) -> None:
-    """Raises ConfigError if a row has wrong arrays or ids outside the vocabulary, in any split."""
-    task_name = str(config.data.task)
+def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
+    """Raises ConfigError if a row has wrong arrays or ids outside the vocabulary, in any split.
+
+    The message names the field that names the task or probe, and its value.
+    """
     expected_shapes = {}
     for name, (length, _) in rows.array_shapes(config.model).items():
         expected_shapes[name] = (1, length)
@@ -110,18 +123,18 @@ def _check_arrays(config: Config, rows: Rows) -> None:
     draws_B2 = np.zeros((1, 2), np.uint64)
     for split in rows.splits:
         read = functools.partial(rows.read, split, row_0, draws_B2)
-        batch = call_with_config_errors('data.task', task_name, read)
+        batch = call_with_config_errors(field, value, read)
         shapes = {name: np.shape(array) for name, array in batch.items()}
         if shapes != expected_shapes:
             raise ConfigError(
-                f'read of data.task={task_name!r} gives {_shapes_text(shapes)} for one row of '
+                f'read of {field}={value!r} gives {_shapes_text(shapes)} for one row of '
                 f'split {split!r}; it must give {_shapes_text(expected_shapes)}'
             )
         for name in ('tokens_BT', 'targets_BT'):
             ids = np.asarray(batch[name])
             if ids.min() < 0 or ids.max() >= rows.vocab_size:
                 raise ConfigError(
-                    f'{name} of data.task={task_name!r} holds ids from {ids.min()} to {ids.max()} '
+                    f'{name} of {field}={value!r} holds ids from {ids.min()} to {ids.max()} '
                     f'in split {split!r}; they must be at least 0 and below '
                     f'vocab_size={rows.vocab_size}'
                 )
@@ -173,7 +186,7 @@ def _named_task(config: Config) -> tuple[type[Rows], dict[str, Any]]:
         config.data.task,
         TASKS,
         'data.task',
-        needs='a class with the attributes of qkattn.data.tasks.rows.Rows',
+        needs=f'a class with the attributes of qkattn.data.tasks.rows.Rows: {", ".join(INTERFACE)}',
         is_valid=is_task,
         call=lambda task: task.open,  # the method that takes the options
     )
