@@ -21,7 +21,11 @@ from qkattn.config import Config, Study, from_json, to_json
 from qkattn.data.evaluation_corpora import open_corpora
 from qkattn.data.pipeline import check_documents
 from qkattn.data.tasks.rows import Rows
-from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tasks.task_registry import (
+    has_yardsticks_from_outside,
+    rows_of,
+    yardsticks_of,
+)
 from qkattn.errors import (
     CheckpointError,
     ConfigError,
@@ -126,12 +130,15 @@ class _Worker:
         for name in ('lock', 'leases', 'runs', 'plots'):
             join_without_links(path, name)
         declaration.require_chain(path, study, self.arms)
-        for run in longest_of_each_model(runs_without_result(study, self.arms, path)):
+        runs_left = longest_of_each_model(runs_without_result(study, self.arms, path))
+        for run in runs_left:
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
             check_parts(run.config)
             with waiting(study.name, 'preparing data'):
-                open_corpora(run.config, check_data(study, run.config))
+                is_first = run is runs_left[0]
+                rows = check_data(study, run.config, yardsticks=is_first)
+                open_corpora(run.config, rows)
         make_directory(path)
         self._declared = ledger.declaration_digest(declaration.declare(path, study, self.arms))
 
@@ -285,15 +292,24 @@ def longest_of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
     return list(longest.values())
 
 
-def check_data(study: Study, config: Config) -> Rows:
+def check_data(study: Study, config: Config, *, yardsticks: bool) -> Rows:
     """Opens the rows of a run.
 
+    Args:
+        study: The study.
+        config: The config of the run.
+        yardsticks: Whether to measure yardsticks from outside the package, so that they do not
+            fail after training.
+
     Raises:
-        ConfigError: The rows do not fit the config, or have too few documents for a verdict.
+        ConfigError: The rows do not fit the config, have too few documents for a verdict, or have
+            invalid yardsticks.
     """
     rows = rows_of(config)
     if study.tuning.seeds:
         check_documents(rows, config.data)
+    if yardsticks and has_yardsticks_from_outside(config, rows):
+        yardsticks_of(config, rows)
     return rows
 
 
@@ -317,10 +333,11 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     else:
         runs_left = plan.without_result(plan.runs(study, arms, _no_results), _no_results)
     reasons: list[str] = []
-    check_data_of_config = functools.partial(check_data, study)
-    for run in longest_of_each_model(runs_left):
+    longest_runs = longest_of_each_model(runs_left)
+    for run in longest_runs:
         check_parts(run.config)
-        reason = check_data_if_here(run.config, study.name, check_data_of_config)
+        check = functools.partial(check_data, study, yardsticks=run is longest_runs[0])
+        reason = check_data_if_here(run.config, study.name, check)
         if reason is not None and reason not in reasons:
             reasons.append(reason)
     return reasons

@@ -22,11 +22,10 @@ import jax
 import numpy as np
 
 from qkattn.config import Config, MeshConfig, from_json
-from qkattn.config.calls import call_with_config_errors
 from qkattn.config.imports import require_named
 from qkattn.data import pipeline
-from qkattn.data.tasks.rows import Batch, Rows, Yardsticks
-from qkattn.data.tasks.task_registry import rows_of
+from qkattn.data.tasks.rows import Batch, Rows
+from qkattn.data.tasks.task_registry import rows_of, yardsticks_of
 from qkattn.data.tokenizers.vocabulary import names_in, use_recorded_tokenizers
 from qkattn.errors import CheckpointError, ConfigError
 from qkattn.jobs.display import waiting
@@ -222,7 +221,7 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
         ConfigError: This machine does not have the same data.
     """
     rows = _open_same_data(config, result)
-    measured = _measure_yardsticks(config, rows)
+    measured = yardsticks_of(config, rows)
     tokens_seen = config.train.num_steps * config.train.batch_size * config.model.context
     group: _Record = {
         'seen': tokens_seen,
@@ -234,32 +233,6 @@ def _measure_group(config: Config, result: Mapping[str, Any]) -> _Record:
         group['bleu'] = dict(measured.bleu)
     group['definition'] = definition_of(measured.task)
     return group
-
-
-def _measure_yardsticks(config: Config, rows: Rows) -> Yardsticks:
-    """Measures what a trained baseline has to beat on a task, such as n-gram losses.
-
-    Raises ConfigError if a task from outside the package fails or returns invalid yardsticks.
-    """
-    task = config.data.task
-    # A task from outside the package has an import path, such as 'my_file:MyTask'.
-    if task is None or ':' not in task:
-        return rows.yardsticks(config)
-    measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
-    if not isinstance(measured, Yardsticks):
-        raise ConfigError(
-            f'yardsticks of data.task={task!r} must return Yardsticks, not {measured!r:.80}'
-        )
-    evaluation_splits = rows.splits[1:]  # without 'train'
-    # Losses are keyed by the prefix of their split: 'val' or 'test'.
-    valid_prefixes = [PREFIXES[split] for split in evaluation_splits]
-    for prefix in measured.losses:
-        if prefix not in valid_prefixes:
-            raise ConfigError(
-                f'yardsticks of data.task={task!r} have losses of {prefix!r}; the prefixes of '
-                f'splits are {", ".join(valid_prefixes)}'
-            )
-    return measured
 
 
 def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:

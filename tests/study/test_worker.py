@@ -22,6 +22,7 @@ from qkattn.study import declaration, local_workers, plan, stored, worker
 from qkattn.study.arms import build_arms
 from qkattn.verdict import Decision, load_findings
 from tests import studies
+from tests.refusals import refused
 from tests.studies import read_lines, result_record, write_lines
 from tests.study.test_plan import STUDY, study_with
 
@@ -278,6 +279,20 @@ def test_data_of_too_few_documents_are_refused_before_anything_is_written(tmp_pa
     study = study_with(data=vars(data))
 
     with pytest.raises(ConfigError, match=r"1 of 1 documents .* of data.name='text', .*book.txt'"):
+        worker.run(study, tmp_path / 'out')
+
+    assert not (tmp_path / 'out').exists()
+
+
+def test_yardsticks_of_another_form_are_refused_before_anything_is_written(tmp_path, outside):
+    """A task from outside whose yardsticks are a dict would fail only after training."""
+    source = (outside / 'ahead.py').read_text()
+    method = "\n    def yardsticks(self, config):\n        return {'val': {'chance': 5.0}}\n"
+    (outside / 'unmeasured.py').write_text(source + method)
+    data = {'name': 'fables:fables(count=2000)', 'task': 'unmeasured:Ahead'}
+    study = study_with(data=data | {'data_dir': str(tmp_path / 'data')})
+
+    with refused("data.task='unmeasured:Ahead' must return Yardsticks, not {'val'"):
         worker.run(study, tmp_path / 'out')
 
     assert not (tmp_path / 'out').exists()

@@ -338,10 +338,10 @@ def test_a_task_from_outside_has_yardsticks_of_its_own(tiny, outside):
 
 @pytest.fixture
 def wrong_tasks(outside):
-    """Writes a module `wrong_tasks` with two tasks whose yardsticks have a wrong form.
+    """Writes a module `wrong_tasks` with three tasks whose yardsticks have a wrong form.
 
     A task has to return Yardsticks with losses by split, 'val' or 'test'. NoYardsticks returns a
-    dict. NoPrefix has losses of 'validation'.
+    dict. NoPrefix has losses of 'validation'. NoNumber has a loss that is not finite.
     """
     ahead = (outside / 'ahead.py').read_text()
     classes = """
@@ -352,6 +352,10 @@ class NoYardsticks(Ahead):
 class NoPrefix(Ahead):
     def yardsticks(self, config):
         return Yardsticks(task='judge', losses={'validation': {'chance': 5.0}})
+
+class NoNumber(Ahead):
+    def yardsticks(self, config):
+        return Yardsticks(task='judge', losses={'val': {'counts': float('nan')}})
 """
     (outside / 'wrong_tasks.py').write_text(f'{ahead}{classes}')
     yield
@@ -368,6 +372,10 @@ class NoPrefix(Ahead):
         (
             'wrong_tasks:NoPrefix',
             "have losses of 'validation'; the prefixes of splits are val, test",
+        ),
+        (
+            'wrong_tasks:NoNumber',
+            "have the loss 'counts' of nan in 'val'; it must be a finite number",
         ),
     ],
 )

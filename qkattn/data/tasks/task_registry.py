@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,10 +14,11 @@ from qkattn.data.corpora import corpus_registry
 from qkattn.data.pipeline import eval_batches, train_batch
 from qkattn.data.tasks import probe_tasks
 from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
-from qkattn.data.tasks.rows import Batch, DataForm, Rows
+from qkattn.data.tasks.rows import Batch, DataForm, Rows, Yardsticks
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
 from qkattn.errors import ConfigError
+from qkattn.metrics import PREFIXES
 
 # The tasks of the package, by the value of data.task.
 TASKS: dict[str, type[Rows]] = {
@@ -84,6 +86,46 @@ def rows_of(config: Config) -> Rows:
     rows = call_with_config_errors(field, value, open_rows)
     _check_arrays(config, rows, field, value)
     return rows
+
+
+def yardsticks_of(config: Config, rows: Rows) -> Yardsticks:
+    """Measures what a trained baseline has to beat on a task, such as n-gram losses.
+
+    Raises ConfigError if a task from outside the package fails or returns invalid yardsticks.
+    """
+    task = config.data.task
+    # A task from outside the package has an import path, such as 'my_file:MyTask'.
+    if task is None or ':' not in task:
+        return rows.yardsticks(config)
+    measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
+    if not isinstance(measured, Yardsticks):
+        raise ConfigError(
+            f'yardsticks of data.task={task!r} must return Yardsticks, not {measured!r:.80}'
+        )
+    evaluation_splits = rows.splits[1:]  # without 'train'
+    # Losses are keyed by the prefix of their split: 'val' or 'test'.
+    valid_prefixes = [PREFIXES[split] for split in evaluation_splits]
+    for prefix, losses in measured.losses.items():
+        if prefix not in valid_prefixes:
+            raise ConfigError(
+                f'yardsticks of data.task={task!r} have losses of {prefix!r}; the prefixes of '
+                f'splits are {", ".join(valid_prefixes)}'
+            )
+        for name, loss in losses.items():
+            if not isinstance(loss, numbers.Real) or not np.isfinite(loss):
+                raise ConfigError(
+                    f'yardsticks of data.task={task!r} have the loss {name!r} of {loss} in '
+                    f'{prefix!r}; it must be a finite number'
+                )
+    return measured
+
+
+def has_yardsticks_from_outside(config: Config, rows: Rows) -> bool:
+    """Whether a class from outside the package defines the method `yardsticks` of the rows."""
+    task = config.data.task
+    if task is None or ':' not in task:
+        return False
+    return not type(rows).yardsticks.__module__.startswith('qkattn.')
 
 
 def _field_from_outside(data: DataConfig) -> tuple[str, str] | None:
