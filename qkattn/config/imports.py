@@ -4,8 +4,10 @@ import difflib
 import hashlib
 import importlib
 import json
+import os
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Collection
 from pathlib import Path
@@ -56,12 +58,13 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
 def describe_failure(failure: Exception) -> str:
     """Describes an exception in one line, such as 'KeyError in my_file.py, line 9: ...'.
 
-    The line is the last one outside of installed libraries, or that of a syntax error.
+    The line is that of a syntax error, or the last one outside of installed libraries and
+    Python's own.
     """
     if isinstance(failure, SyntaxError) and failure.filename is not None:
         return f'SyntaxError in {failure.filename}, line {failure.lineno}: {failure.msg}'
     frames = traceback.extract_tb(failure.__traceback__)
-    user_frames = [frame for frame in frames if 'site-packages' not in frame.filename]
+    user_frames = [frame for frame in frames if not _is_of_library(frame.filename)]
     last_frame = user_frames[-1] if user_frames else frames[-1]
     error_name = type(failure).__name__
     reason = ' '.join(str(failure).split())  # without line breaks
@@ -70,6 +73,12 @@ def describe_failure(failure: Exception) -> str:
     elif not reason:
         reason = f'raised by {last_frame.name}'
     return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
+
+
+def _is_of_library(filename: str) -> bool:
+    """Whether a file belongs to an installed library or to Python's standard library."""
+    standard_library = sysconfig.get_path('stdlib') + os.sep
+    return 'site-packages' in filename or filename.startswith((standard_library, '<frozen '))
 
 
 def import_paths(config_json: Any) -> list[str]:

@@ -324,6 +324,8 @@ def wrong_modules(outside):
         'lacking': fables.replace("('train',)", "('train', 'test')"),
         # The function of the documents does not take a language.
         'argued': fables.replace('lambda _:', 'lambda:'),
+        # The file of the corpus is not named, so pathlib fails.
+        'pathless': 'from pathlib import Path\ndef read(config):\n    Path(config.path)\n',
         # The classes of tasks and probes are wrong.
         'misread': MISREAD,
         'mismade': MISMADE,
@@ -410,6 +412,11 @@ def wrong_modules(outside):
             "tokens_BT of data.task='misread:Shifted' holds ids .* in split 'train'; they must be "
             'at least 0 and below vocab_size=256',
             id='ids outside of the vocabulary',
+        ),
+        pytest.param(
+            {'name': 'pathless:read'},
+            "data.name='pathless:read' fails, TypeError in .*pathless.py, line 3: expected str",
+            id='failure in the standard library',
         ),
         pytest.param(
             {'name': 'mismade:Unfinished'},
