@@ -534,7 +534,10 @@ def test_pairs_with_a_blank_side_are_left_out(tmp_path):
     ('settings', 'files', 'message'),
     [
         pytest.param(
-            {'path': '/absent/x'}, {}, "x' does not exist; give a file", id='missing path'
+            {'path': '/absent/x'},
+            {},
+            "x' does not exist; give a file or a directory of text",
+            id='missing path',
         ),
         pytest.param(
             {},

@@ -55,6 +55,8 @@ def text(config: DataConfig) -> Corpus:
     path = as_path(config.path)
     if path.is_dir():
         return _text_of_directory(config, path)
+    with explain_read_errors(f'data.path: {str(path)!r}', 'give a file or a directory of text'):
+        path.stat()
     if records.is_records(path):
         return _text_of_records(config, {'train': [path]})
     _refuse_feature(config)  # plain text has no fields
