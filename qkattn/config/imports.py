@@ -135,17 +135,19 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
         config_json: The config as JSON.
         named: The import paths that the user has named.
         source: The file with the config, for the error message.
-        remedy: How to name a path, for the error message; {} stands for the path.
+        remedy: How to name paths, for the error message; {} stands for all paths of the config,
+            separated by commas.
 
     Raises:
         ConfigError: The config has an import path that the user has not named.
     """
-    for path in import_paths(config_json):
-        if path not in named:
-            raise ConfigError(
-                f'{source} names {path}, code that is imported only if you name it too; '
-                f'{remedy.format(path)}'
-            )
+    paths = import_paths(config_json)
+    unnamed = [path for path in paths if path not in named]
+    if unnamed:
+        raise ConfigError(
+            f'{source} names {", ".join(unnamed)}, code that is imported only if you name it too; '
+            f'{remedy.format(",".join(paths))}'
+        )
 
 
 def source_digest(call: str) -> str:

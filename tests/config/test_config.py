@@ -10,7 +10,7 @@ import pytest
 
 from qkattn.config import ModelConfig, Study, serialize
 from qkattn.config.calls import accepts_arguments, resolve
-from qkattn.config.imports import import_paths
+from qkattn.config.imports import import_paths, require_named
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
 from qkattn.config.variant import split_pattern
@@ -565,6 +565,17 @@ def test_committed_runs_are_named_by_the_hash_of_their_configs():
             if index % 10 == 0:
                 config = from_json(Config, stored_config)
                 assert to_json(config) == stored_config
+
+
+def test_all_import_paths_that_the_user_has_not_named_are_listed():
+    config = {
+        'model': {'score': 'mine:Score'},
+        'data': {'name': 'yours:corpus(size=2)', 'task': 'yours:Task'},
+    }
+    message = '^plan.jsonl names yours:Task, yours:corpus, .*--imports=mine:Score,yours:Task,yours:'
+    with refused(message):
+        require_named(config, ['mine:Score'], 'plan.jsonl', 'give --imports={}')
+    require_named(config, import_paths(config), 'plan.jsonl', 'give --imports={}')
 
 
 def test_import_paths_are_told_from_names_of_data():
