@@ -70,8 +70,8 @@ def main() -> None:
         return
     directory = _check_workdir()
     studies.check_workdir(configs, SCALE.value, directory)
+    _check_studies_exist(claims, configs, directory)
     if TRAIN.value:
-        _check_studies_exist(claims, configs, directory)
         studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
 
@@ -103,9 +103,10 @@ def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], direc
     for claim in claims:
         for name in claim.studies:
             if name not in configs and not (directory / name).is_dir():
+                trained = sorted(file.parent.name for file in directory.glob('*/study.json'))
                 raise ConfigError(
-                    f'claim {claim.name}: configs/claims has no study {name!r}, and no '
-                    f'{directory / name} holds one that experiments.ablate has trained'
+                    f'claim {claim.name}: configs/claims has no study {name!r}, and {directory} '
+                    f'has only {", ".join(trained) or "no study"} of experiments.ablate'
                 )
 
 

@@ -141,14 +141,16 @@ def test_studies_of_another_scale_are_refused(train, refusal, workdir):
     assert sorted(workdir.rglob('*')) == files_before
 
 
-def test_a_study_that_is_neither_shipped_nor_trained_is_named(refusal, workdir, monkeypatch):
+@pytest.mark.parametrize('train', ['--train', '--notrain'])
+def test_a_study_that_is_neither_shipped_nor_trained_is_named(train, refusal, workdir, monkeypatch):
     misspelled = Expectation('lm_dropt', 'qk/no_v', 'worse')
     claim = Claim(name='E6', **TEXTS, expectations=(misspelled,))
     monkeypatch.setitem(CLAIMS_HERE, 'E6', claim)
 
-    sentence = refusal('claims', 'E6', f'--workdir={workdir}')
+    sentence = refusal('claims', 'E6', train, f'--workdir={workdir}')
 
-    assert "claim E6: configs/claims has no study 'lm_dropt', and no " in sentence
+    assert "claim E6: configs/claims has no study 'lm_dropt', and " in sentence
+    assert f'{workdir} has only fair_small of experiments.ablate' in sentence
 
 
 def test_the_list_of_claims_has_their_titles(printed):
