@@ -438,9 +438,9 @@ def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | N
     context_gains = []
     source_gains = []
     for trial in trials:
-        if trial['early'] and trial['late']:
+        if trial['early'] is not None and trial['late'] is not None:
             context_gains.append(trial['early'] - trial['late'])
-        if trial['shuffled']:
+        if trial['shuffled'] is not None:
             source_gains.append(trial['shuffled'] - trial['loss'])
     context_gain = statistics.fmean(context_gains) if context_gains else None
     source_gain = statistics.fmean(source_gains) if source_gains else None

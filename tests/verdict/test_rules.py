@@ -717,6 +717,15 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
             {'gain': 0.1, 'needed': 0.1},
             id='hardly uses its context',
         ),
+        # A loss of 0 was measured, as losses of tasks that a model can solve are.
+        pytest.param(
+            {},
+            measured_trial(early=0.0, late=0.0),
+            None,
+            RemarkCode.LITTLE_CONTEXT,
+            {'gain': 0.0, 'needed': 0.1},
+            id='gains nothing from a loss of 0',
+        ),
         # A word-by-word translation has a BLEU of 5. A baseline needs 10 more.
         pytest.param(
             TRANSLATION,
