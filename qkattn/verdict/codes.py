@@ -26,6 +26,7 @@ class RemarkCode(enum.Enum):
     EVALUATION = enum.auto()
     SOFTWARE_DIFFERS = enum.auto()
     UNCOMMITTED_CHANGES = enum.auto()
+    UNKNOWN_CODE = enum.auto()
     OTHER_DECLARATION = enum.auto()
     # About how an arm was trained.
     NOT_ANNEALED = enum.auto()

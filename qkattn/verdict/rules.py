@@ -486,7 +486,8 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
     """Reports software and devices that differ between runs or between starts of one run.
 
     Different code and uncommitted changes withhold every verdict, but the ledger may accept them
-    with a reason. Other differences, such as versions, are only mentioned.
+    with a reason. Code without a commit and other differences, such as versions, are only
+    mentioned.
     """
     arms_by_value_of_field = _arms_by_provenance(arms)
     accepted_reasons = study.ledger.accepted  # by COMMITS or UNCOMMITTED
@@ -506,6 +507,11 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
     if has_uncommitted_changes:
         reason = accepted_reasons.get(UNCOMMITTED)
         yield Remark(RemarkCode.UNCOMMITTED_CHANGES, {'accepted': reason}, blocks=reason is None)
+
+    # An image or an installed package has no git history.
+    arms_by_commit = arms_by_value_of_field.get('git.commit', {})
+    if 'None' in arms_by_commit:
+        yield Remark(RemarkCode.UNKNOWN_CODE)
 
 
 def _arms_by_provenance(arms: Sequence[TrainedArm]) -> dict[str, dict[str, list[ArmKey]]]:

@@ -574,6 +574,18 @@ def test_the_code_of_earlier_starts_of_a_run_counts(study_dir):
     assert uncommitted_changes.data == {'accepted': None}  # nobody accepted the changes
 
 
+def test_results_without_a_commit_are_mentioned_and_keep_their_verdicts(study_dir):
+    """An image or an installed package has no git history, so its results record no commit."""
+    no_commit = {'commit': None, 'dirty': None, 'reason': 'not a git repository'}
+    provenance = trial_record('x')['provenance'] | {'git': no_commit}
+    write_tuned(study_dir, with_fields(three_arms(), provenance=provenance))
+
+    _, decisions, remarks = judge_study(study_dir)
+
+    assert decisions == JUDGED
+    assert remarks == [Remark(RemarkCode.UNKNOWN_CODE)]
+
+
 def test_a_run_that_was_altered_after_a_look_gives_no_verdict(study_dir):
     """A look at the results records the hash of every run in the ledger.
 
