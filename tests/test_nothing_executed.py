@@ -99,8 +99,9 @@ def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
     """Reading a study imports none of the code that its files name.
 
     `evil_name` is 'evil:Name'. Importing the module `evil` raises SystemExit. The study names it as
-    corpus, variant, metric, tokenizer and optimizer.
+    corpus, variant, metric and tokenizer, and another name of the module as optimizer.
     """
+    optimizer = 'evil:Optimizer'
     records = [
         studies.outside_record('qk/vo', corpus=evil_name),
         studies.outside_record(f'{evil_name}/vo', corpus=evil_name),
@@ -112,7 +113,7 @@ def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
             record['run'],
             train__metrics=[evil_name],
             data__tokenizer=evil_name,
-            optimizer__name=evil_name,
+            optimizer__name=optimizer,
         )
 
     # A report imports nothing. Nor does `check_study`, which finds that the plan was edited.
@@ -121,9 +122,11 @@ def test_a_study_is_read_without_importing_what_it_names(evil_name, tmp_path):
         verify.check_study(path)
 
     # Yardsticks are losses of simple models on the data of the study. Reading these data imports
-    # 'evil:Name', which is refused unless the user names it.
-    refusal = 'plan.jsonl names evil:Name, code that is .*; if you trust it, give --imports=evil'
-    with refused(refusal):
+    # the module, which is refused unless the user gives both names.
+    advice = 'code that is .*; if you trust it, give --imports=evil:Name,evil:Optimizer'
+    with refused(f'study names evil:Name, evil:Optimizer, {advice}'):
         yardsticks.record(path, [])
-    with pytest.raises(SystemExit):
+    with refused(f'study names evil:Optimizer, {advice}'):
         yardsticks.record(path, [evil_name])
+    with pytest.raises(SystemExit):
+        yardsticks.record(path, [evil_name, optimizer])

@@ -139,7 +139,7 @@ def require_named(config_json: Any, named: Collection[str], source: object, reme
             separated by commas.
 
     Raises:
-        ConfigError: The config has an import path that the user has not named.
+        ConfigError: The config has import paths that the user has not named.
     """
     paths = import_paths(config_json)
     unnamed = [path for path in paths if path not in named]

@@ -81,9 +81,10 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     problems: list[str] = []
     # Runs with models of different sizes may read the same data, which is measured once.
     measured_by_data: dict[tuple, _Record] = {}
-    for run, results in _finished_runs(path, files):
-        if imports is not None:
-            _require_allowed_imports(path, run, imports)
+    finished_runs = list(_finished_runs(path, files))
+    if imports is not None:
+        _require_allowed_imports(path, [run for run, _ in finished_runs], imports)
+    for run, results in finished_runs:
         run_id = run['run']
         config: Config = from_json(Config, run['config'])
         try:
@@ -148,20 +149,24 @@ def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
     return content['groups'], content['runs']
 
 
-def _require_allowed_imports(path: Path, run: _Record, imports: Collection[str]) -> None:
-    """Raises ConfigError if a config of the run names an import path that is not in `imports`.
+def _require_allowed_imports(
+    path: Path, runs: Collection[_Record], imports: Collection[str]
+) -> None:
+    """Raises ConfigError if configs of the runs name import paths that are not in `imports`.
 
     Args:
         path: The directory of the study.
-        run: The run's line of plan.jsonl.
+        runs: The runs' lines of plan.jsonl.
         imports: The allowed import paths.
     """
-    advice = 'if you trust it, give --imports={}'  # {} becomes the import path
-    require_named(run['config'], imports, path / 'plan.jsonl', advice)
-    file = path / run['directory'] / 'config.json'
-    if file.exists():
-        config = records.read_json(file, records.CONFIG)['config']
-        require_named(config, imports, file, advice)
+    configs = []
+    for run in runs:
+        configs.append(run['config'])
+        file = path / run['directory'] / 'config.json'
+        if file.exists():
+            configs.append(records.read_json(file, records.CONFIG)['config'])
+    advice = 'if you trust it, give --imports={}'  # {} becomes the import paths
+    require_named(configs, imports, path, advice)
 
 
 def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Record]]]:
