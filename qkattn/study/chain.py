@@ -85,6 +85,9 @@ class Earlier:
 
     repeat: Repeat  # what the ledger of the later study says about this study
     path: Path | None  # the directory of the study; None if the study is lost
+    # The hash of the first line of the study's ledger, which stays when the ledger grows. For a
+    # lost study, the hash in `repeat`.
+    identity: str
     seeds: frozenset[int]  # the seeds of its verdicts
     questions: frozenset[ArmKey]  # `question` of each arm that it ever declared
     family: frozenset[ArmKey]  # `question` of each arm that it compares with its baseline
@@ -118,7 +121,8 @@ def earlier_studies(
 
     Raises:
         ReportError: The repeats form a circle, a repeated study is missing or has another ledger
-            than declared, or two studies train the same arm on the same seed.
+            than declared, two studies have the same name, or two studies train the same arm on the
+            same seed.
     """
     name = declared.get('repeats')
     if name is not None and name not in [repeat.study for repeat in study_ledger.repeats]:
@@ -130,12 +134,34 @@ def earlier_studies(
         return []
 
     # Two studies may repeat the same study, which is listed once.
-    study_by_hash: dict[str, Earlier] = {}
+    study_by_identity: dict[str, Earlier] = {}
     for earlier in _all_repeated(directory, study_ledger, declared, route=(directory.resolve(),)):
-        study_by_hash.setdefault(earlier.repeat.entry, earlier)
-    repeated_studies = list(study_by_hash.values())
+        study_by_identity.setdefault(earlier.identity, earlier)
+    repeated_studies = list(study_by_identity.values())
+    _require_different_names(directory, repeated_studies)
     _require_different_seeds(directory, study_ledger, declared, repeated_studies)
     return repeated_studies
+
+
+def _require_different_names(directory: Path, repeated_studies: Sequence[Earlier]) -> None:
+    """Raises ReportError if directories of two studies have the same name.
+
+    The results of a chain are pooled by name, so one of the two studies would replace the other.
+
+    Args:
+        directory: The directory of the last study.
+        repeated_studies: The earlier studies.
+    """
+    path_by_name = {directory.name: directory}
+    for earlier in repeated_studies:
+        if earlier.path is None:  # a lost study has no results to pool
+            continue
+        if earlier.name in path_by_name:
+            raise ReportError(
+                f'{path_by_name[earlier.name]} and {earlier.path} are in one chain of repeats, '
+                'whose studies need directories of different names'
+            )
+        path_by_name[earlier.name] = earlier.path
 
 
 def _require_different_seeds(
@@ -220,6 +246,7 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
         return Earlier(
             repeat,
             path=None,
+            identity=repeat.entry,
             seeds=frozenset(repeat.seeds),
             questions=_questions(repeat.arms, declared),
             family=_family(repeat.arms, declared),
@@ -240,6 +267,7 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
             return Earlier(
                 repeat,
                 path,
+                identity=hashes[0],
                 seeds=frozenset(repeated['seeds']),
                 questions=_questions(repeated_ledger.arms, repeated),
                 family=_family(repeated_ledger.arms, repeated),
@@ -305,6 +333,7 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
     ]
     if path.resolve() in earlier_paths:
         raise ReportError(f'{name!r} repeats this study, which would close a circle')
+    _require_different_names(path, repeated_by_it)
     return {'study': name, 'entry': repeated_ledger.last}
 
 

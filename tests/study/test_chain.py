@@ -81,6 +81,41 @@ def test_a_repeat_goes_on_when_the_other_ledger_has_grown(copied_studies):
     assert (second / ledger.NAME).read_bytes() == before
 
 
+def test_a_study_that_is_repeated_twice_is_listed_once(copied_studies):
+    """Two repeats of `first` declare different entries, because its ledger grows in between."""
+    first = copied_studies / 'first'
+    ledger.append(first / ledger.NAME, 'accepted', code='commits', why='docs')
+    last = ledger.read(first / ledger.NAME).last
+    repeats = {'study': 'first', 'entry': last, 'retrospective': True, 'why': 'x'}
+    third = copied_studies / 'third'
+    declare(third, study_with(trials={'seeds': (30, 31, 32)}, repeats='second'))
+    ledger.append(third / ledger.NAME, 'repeats', **repeats)
+
+    assert names_of_earlier_studies(third) == ['second', 'first']
+
+
+def test_studies_of_a_chain_have_different_names(directory_of_studies, tmp_path, monkeypatch):
+    """Results are pooled by name. Committed studies may have the name of a new study."""
+    shutil.copytree(directory_of_studies, tmp_path / 'committed/cpu')
+    monkeypatch.setattr(chain, 'COMMITTED', tmp_path / 'committed')
+    runs = tmp_path / 'runs'
+    third = study_with(trials={'seeds': (30, 31, 32)}, repeats='second')
+
+    message = 'runs/first and .*cpu/first are in one chain .* directories of different names'
+    with refused(message):
+        declare(runs / 'first', third)
+    declare(runs / 'third', third)
+
+    # A ledger may also declare the repeat of a study of the same name in retrospect.
+    declare(runs / 'first', study_with(trials={'seeds': (40, 41, 42)}))
+    last = ledger.read(runs / 'first' / ledger.NAME).last
+    repeats = {'study': 'first', 'entry': last, 'retrospective': True, 'why': 'x'}
+    ledger.append(runs / 'third' / ledger.NAME, 'repeats', **repeats)
+    message = 'runs/first and .*cpu/first are in one chain'
+    with refused(message, ReportError):
+        names_of_earlier_studies(runs / 'third')
+
+
 @pytest.mark.parametrize(
     ('study', 'message'),
     [
