@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from qkattn.config import differences
 from qkattn.config.serialize import OF_MACHINE
-from qkattn.errors import ReportError
+from qkattn.errors import ReportError, RunDirectoryError
 from qkattn.storage import ledger
 from qkattn.storage.ledger import ArmKeys, Ledger, Repeat
 from qkattn.storage.records import read_json
@@ -334,7 +334,39 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
     if path.resolve() in earlier_paths:
         raise ReportError(f'{name!r} repeats this study, which would close a circle')
     _require_different_names(path, repeated_by_it)
+    _require_first_repeat(path, declared, repeated_ledger)
     return {'study': name, 'entry': repeated_ledger.last}
+
+
+def _require_first_repeat(path: Path, declared: Mapping[str, Any], repeated_ledger: Ledger) -> None:
+    """Raises ReportError if a study beside a new study repeats the same arms of the same study.
+
+    Both would be second looks, so the error rate of a second look would be spent twice.
+
+    Args:
+        path: The directory of the new study.
+        declared: The study.json of the new study.
+        repeated_ledger: The ledger of the study that it repeats.
+    """
+    repeated_hashes = {entry['hash'] for entry in repeated_ledger.entries}
+    new_arms = frozenset(ledger.arm_key(arm) for arm in declared['arms'])
+    new_questions = _questions(new_arms, declared)
+    for study_json in sorted(path.parent.glob('*/study.json')):
+        other = study_json.parent
+        try:
+            other_ledger = ledger.read(other / ledger.NAME)
+            other_declared = read_json(study_json, _SCHEMA)
+        except (ReportError, RunDirectoryError):
+            # Damaged studies are skipped; their own reports name the problem.
+            continue
+        is_repeat = any(repeat.entry in repeated_hashes for repeat in other_ledger.repeats)
+        shared_questions = new_questions & _questions(other_ledger.arms, other_declared)
+        shared_variants = {key.variant for key in shared_questions} - {declared['baseline']}
+        if is_repeat and shared_variants:
+            raise ReportError(
+                f'{other} already repeats it, with an arm of this study; repeat {other.name!r} '
+                'instead, because two repeats would spend the second share of the error rate twice'
+            )
 
 
 def _find_repeatable(name: str, path: Path, declared: Mapping[str, Any]) -> Path:

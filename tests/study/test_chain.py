@@ -94,6 +94,27 @@ def test_a_study_that_is_repeated_twice_is_listed_once(copied_studies):
     assert names_of_earlier_studies(third) == ['second', 'first']
 
 
+def test_a_second_repeat_of_an_arm_is_refused(copied_studies):
+    """Both `second` and this study would be second looks at the same arm of `first`."""
+    third = study_with(trials={'seeds': (30, 31, 32)}, repeats='first')
+    with refused("/second already repeats it, .*; repeat 'second' instead"):
+        declare(copied_studies / 'third', third)
+    assert not (copied_studies / 'third/study.json').exists()
+
+
+def test_a_second_repeat_of_other_arms_is_declared(tmp_path):
+    """Each arm of the first study has a second look in one repeat."""
+    variants = ('qk/vo', 'shared_qk/vo', 'qk/vo?num_heads=1')
+    declare(tmp_path / 'first', study_with(variants=variants))
+    for name, variant, seeds in (
+        ('second', 'shared_qk/vo', (20, 21, 22)),
+        ('third', 'qk/vo?num_heads=1', (30, 31, 32)),
+    ):
+        repeat = study_with(trials={'seeds': seeds}, repeats='first', variants=('qk/vo', variant))
+        declare(tmp_path / name, repeat)
+        assert names_of_earlier_studies(tmp_path / name) == ['first']
+
+
 def test_studies_of_a_chain_have_different_names(directory_of_studies, tmp_path, monkeypatch):
     """Results are pooled by name. Committed studies may have the name of a new study."""
     shutil.copytree(directory_of_studies, tmp_path / 'committed/cpu')
