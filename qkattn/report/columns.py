@@ -9,6 +9,7 @@ A column with a key is written to table.csv. A column with a heading is printed 
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
@@ -169,6 +170,22 @@ class Column:
             return self.value(arm)
         return follow(arm, self.value)
 
+    def require_keys(self, arms: Iterable[TrainedArm]) -> None:
+        """Raises ValueError if the path has a key that no arm has, such as a misspelled one."""
+        if callable(self.value):
+            return
+        values: list[Any] = list(arms)
+        for name in self.value.split('.'):
+            mappings = [value for value in values if isinstance(value, Mapping)]
+            keys = dict.fromkeys(str(key) for mapping in mappings for key in mapping)
+            if mappings and name not in keys:
+                near_keys = difflib.get_close_matches(name, keys) or list(keys)
+                raise ValueError(
+                    f'no arm has the key {name!r} of the column path {self.value!r}; near it are '
+                    f'{", ".join(near_keys)}'
+                )
+            values = [_entry(value, name) for value in values]
+
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
         """Returns an arm's cells of table.csv, by column name.
 
@@ -198,11 +215,15 @@ def follow(value: Any, path: str) -> Any:
         The value at the end of the path, with bools as 0 or 1. None if a value on the path is None.
     """
     for name in path.split('.'):
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif value is not None:
-            value = getattr(value, name)
+        value = _entry(value, name)
     return int(value) if isinstance(value, bool) else value
+
+
+def _entry(value: Any, name: str) -> Any:
+    """Returns a key or attribute of a value; None if the value is None or lacks the key."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return None if value is None else getattr(value, name)
 
 
 def printed(table: str, findings: Findings, arms: Iterable[TrainedArm]) -> Table:

@@ -42,9 +42,11 @@ def csv_table(findings: Findings) -> str:
     Numbers have DIGITS significant digits. A cell without a value is empty.
 
     Raises:
-        ValueError: Two columns have the same name.
+        ValueError: Two columns have the same name, or no arm has the key of a column's path.
     """
     all_columns = list(columns.columns(findings))
+    for column in all_columns:
+        column.require_keys(findings.every_arm)
     rows = []
     for arm in findings.every_arm:
         row = dict[str, Any]()

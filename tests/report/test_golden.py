@@ -735,6 +735,15 @@ def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch):
         tables.csv_table(findings)
 
 
+def test_a_column_with_a_key_that_no_arm_has_is_refused(tmp_path, monkeypatch):
+    write_study(tmp_path, records_of_every_decision())
+    findings = findings_of(tmp_path)
+    misspelled = [Column('width', 'example.config.d_modle')]
+    monkeypatch.setattr(columns, 'columns', lambda findings: misspelled)
+    with pytest.raises(ValueError, match="no arm has the key 'd_modle' of .*; near it are d_model"):
+        tables.csv_table(findings)
+
+
 if __name__ == '__main__':
     for name, write in STUDIES.items():
         shutil.rmtree(GOLDEN / name, ignore_errors=True)
