@@ -30,7 +30,7 @@ def get_config(scale='cpu'):
         base=language_model(scale, first_seed=64),
         variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
-        # For comparison: 8 % fewer parameters cost this decoder about 0.021 nats/token.
+        # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
         **fields,
     )

@@ -20,7 +20,7 @@ def get_config(scale='cpu'):
         variants=('qk/vo', 'query_free/vo'),
         sizes=pick(scale, smoke=('d_model=48',), cpu=('d_model=96',), gpu=('d_model=768',)),
         destinations=('d_ff',),
-        # For comparison: 8 % fewer parameters cost a decoder of four heads about 0.021 nats/token.
+        # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
         **protocol(scale, max_excess=0.003),
     )

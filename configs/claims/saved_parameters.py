@@ -21,7 +21,7 @@ def get_config(scale='cpu'):
         ),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=64',), gpu=('d_model=768',)),
         destinations=('d_model', 'd_ff', 'num_heads', 'num_layers'),
-        # For comparison: 8 % fewer parameters cost a decoder of two layers about 0.021 nats/token.
+        # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
         **protocol(scale),
     )
