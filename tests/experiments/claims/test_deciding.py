@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from qkattn.stats import decision, inference
 from qkattn.verdict import ReasonCode, Remark, RemarkCode
 from qkattn.verdict.codes import Reason
 from tests.experiments.claims.conftest import CLAIMS, RESULTS
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.stored
 SHARED_QK = 'shared_qk/vo'
@@ -509,6 +511,26 @@ def test_measures_without_a_study_are_missing(tmp_path):
 def committed_cpu():
     """The committed studies of claims at scale cpu, unchanged."""
     return Results(CLAIMS)
+
+
+def test_the_claims_that_the_page_shows_are_decided(committed_cpu):
+    """docs/claims.md shows a claim with an expectation, and one with a measure."""
+    page = (ROOT / 'docs/claims.md').read_text()
+    claims = []
+    for source in re.findall(r'^```python\n(.*?)^```$', page, re.MULTILINE | re.DOTALL):
+        names = {}
+        exec(source, names)
+        claims.append(names['CLAIM'])
+    with_expectation, with_measure = claims
+
+    rows = decide(with_expectation, 'cpu', committed_cpu).rows
+    assert [row.relation for row in rows if row.speaks != Speaks.BESIDE] == ['not_better']
+
+    # The measure has a row for each width.
+    rows = decide(with_measure, 'cpu', committed_cpu).rows
+    sizes = [row.context['size'].partition('&')[0] for row in rows]
+    assert sizes == [f'd_model={d_model}' for d_model in (64, 80, 96, 112, 144)]
+    assert {row.speaks for row in rows} == {Speaks.FOR, Speaks.AGAINST}
 
 
 def test_a_study_and_its_repeats_are_listed_newest_first(committed_cpu):
