@@ -290,9 +290,10 @@ def answers_markdown(directory: Path, base: str) -> str:
             if any(answer.row(model, kind) for answer in answers):
                 columns.append((model, kind))
     titles: list[Heading] = [('', True), ('size of attention', False)]
-    for model, kind in columns:
+    for column in columns:
+        model, kind = column
         titles.append((f'{model}, {SHAPES[kind].column}', False))
-        if (model, kind) == DECIDED_IN:
+        if column == _column_before_verdict(columns):
             titles.append(('verdict', True))
     lines = [_cells_of_answer(answer, columns) for answer in answers]
     return _template('answers.md.j2').render(
@@ -321,7 +322,7 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
     """Returns the table of SHORT_TABLE for a decoder at equal parameter count.
 
     A line is a change of attention, such as 'drop W_V'. If results of longer training exist, they
-    are an additional column.
+    are a column before the verdict.
     """
     model, kind = DECIDED_IN
     answers = []
@@ -335,11 +336,11 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
         ('', True),
         ('size of attention', False),
         ('difference in loss [95 % interval]', False),
-        ('verdict', True),
     ]
     if any(answer.row(model, Kind.LONGER) for answer in answers):
         columns.append((model, Kind.LONGER))
         titles.append((SHAPES[Kind.LONGER].column, False))
+    titles.append(('verdict', True))
 
     lines = []
     for answer in answers:
@@ -357,22 +358,38 @@ def _without_withheld_rows(answer: export.Answer) -> export.Answer:
 def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
     """Returns the cells of an answer: its name, the size of attention, and a difference per column.
 
-    `columns` are pairs of a model and a kind of row. The verdict follows the column DECIDED_IN.
+    `columns` are pairs of a model and a kind of row. The verdict, on the row DECIDED_IN, follows the
+    last column of its model.
     """
     size = NONE
     if answer.attention is not None:
         percent = round(100 * answer.attention)
         size = f'{percent:+d} %' if percent else '0 %'
     cells = [answer.name, size]
-    for model, kind in columns:
-        row = answer.row(model, kind)
+    for column in columns:
+        row = answer.row(*column)
         cells.append(_cell_of_difference(row))
-        if (model, kind) == DECIDED_IN:
-            verdict = NONE
-            if row is not None:
-                verdict = decision_at_length(row.decision or NONE, row.length or '')
-            cells.append(verdict)
+        if column == _column_before_verdict(columns):
+            cells.append(_verdict_of_answer(answer))
     return cells
+
+
+def _column_before_verdict(columns: Sequence[tuple[str, Kind]]) -> tuple[str, Kind] | None:
+    """Returns the last column of the model whose verdicts are shown; None without verdicts."""
+    if DECIDED_IN not in columns:
+        return None
+    decided_model, _ = DECIDED_IN
+    return [(model, kind) for model, kind in columns if model == decided_model][-1]
+
+
+def _verdict_of_answer(answer: export.Answer) -> str:
+    """Formats the verdict of the row DECIDED_IN: 'worse at this length: grows'."""
+    row = answer.row(*DECIDED_IN)
+    if row is None:
+        return NONE
+    # The text goes on with ' to +0.0910 at 4 times the steps', a number of the column beside it.
+    length, _, _ = (row.length or '').partition(' to ')
+    return decision_at_length(row.decision or NONE, length)
 
 
 def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, list[str | None]]]:
@@ -679,28 +696,35 @@ ANSWERS_MARGIN = 0.01
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal parameter count.
 
-    A second panel has the differences after longer training. A dagger marks an arm below its
-    yardstick. Returns None if no change has a verdict.
+    The difference after longer training is below that of the usual length, with a hollow marker. A
+    dagger marks an arm below its yardstick. Returns None if no change has a verdict.
     """
     decided = [decision.value for decision in DECIDED]
-    model, _ = DECIDED_IN
-    panels: dict[str, list[Line]] = {}
-    for kind in (Kind.MATCHED, Kind.LONGER):
-        for answer in answers:
-            row = _without_withheld_rows(answer).row(model, kind)
-            if row is None:
-                continue
-            verdict = row.decision or ''
-            line = _line(
-                row,
-                style_of=verdict,
-                is_decided=verdict in decided,
-                name=f'{answer.name}{"†" if row.is_short else ""}: {verdict}',
+    model, kind = DECIDED_IN
+    lines = []
+    for answer in answers:
+        judged_answer = _without_withheld_rows(answer)
+        row = judged_answer.row(model, kind)
+        if row is None:
+            continue
+        verdict = row.decision or ''
+        line = _line(
+            row,
+            style_of=verdict,
+            is_decided=verdict in decided,
+            name=f'{answer.name}{"†" if row.is_short else ""}: {verdict}',
+        )
+        line = line._replace(meaning=verdict)  # the text in the legend
+        longer_row = judged_answer.row(model, Kind.LONGER)
+        if longer_row is not None and longer_row.value is not None:
+            line = line._replace(
+                longer=(longer_row.value, longer_row.low, longer_row.high),
+                longer_meaning=SHAPES[Kind.LONGER].column,
             )
-            line = line._replace(meaning=verdict)  # the text in the legend
-            panels.setdefault(SHAPES[kind].panel, []).append(line)
-    if not panels:
+        lines.append(line)
+    if not lines:
         return None
+    panels = {SHAPES[kind].panel: lines}
     black = Decision.NO_VERDICT.value
     drawing = _drawing('answers', panels, black, margin=ANSWERS_MARGIN, far=math.inf)
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)

@@ -31,6 +31,8 @@ MOST_LINES = 100
 _WIDE = 6.0
 # The marker of a mean, as keywords of `Axes.scatter`.
 _MEAN_MARKER: dict[str, Any] = {'s': 42, 'linewidths': 0.8, 'edgecolors': 'white', 'zorder': 4}
+# The marker of a mean after longer training, which is hollow.
+_LONGER_MARKER: dict[str, Any] = {'s': 30, 'linewidths': 1.2, 'facecolors': 'white', 'zorder': 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class _Layout:
     """The positions of a line's parts, downwards from the mean in units of the line height."""
 
     line_height: float  # inches
-    seeds: float  # the position of the seeds' dots
+    seeds: float  # the position of the seeds' dots, or of the difference after longer training
     top: float = -0.85  # the upper end of the y axis
     # Whether names are to the left of the axis, and texts to the right.
     in_margins: bool = False
@@ -61,16 +63,23 @@ class Line(NamedTuple):
     low: float | None = None  # the lower end of the interval
     high: float | None = None  # the upper end
     seeds: Sequence[float] = ()  # the difference of each seed
+    # The mean after longer training, and the ends of its interval. A line has these or seeds.
+    longer: tuple[float, float | None, float | None] | None = None
     absent: str = ''  # why there is no mean
     right: str = ''  # a text to the right of the axis, or below the name
     is_decided: bool = False  # makes the text bold
     name: str = ''  # the printed name, by default `arm`
     reported: tuple[float, float] | None = None  # a published range
     meaning: str = 'mean'  # the legend label of the mean's marker
+    longer_meaning: str = 'after longer training'  # the same for `longer`
 
     def ends(self) -> list[float]:
         """Returns the mean and the ends of its interval that are not None."""
         return [end for end in (self.mean, self.low, self.high) if end is not None]
+
+    def longer_ends(self) -> list[float]:
+        """Returns the mean and ends of `longer` that are not None."""
+        return [end for end in self.longer or () if end is not None]
 
 
 Panels = Mapping[str, Sequence[Line]]  # lines by panel title, from the top
@@ -161,7 +170,7 @@ def _limits(lines: Sequence[Line], margin: float, far: float) -> tuple[float, fl
     shown_numbers = [-1.5 * margin, 1.5 * margin]  # with room beyond the margin
     largest_of_lines = []
     for line in lines:
-        numbers = [*line.ends(), *line.seeds]
+        numbers = [*line.ends(), *line.longer_ends(), *line.seeds]
         if line.reported is not None:
             numbers += line.reported
         shown_numbers += numbers
@@ -189,7 +198,8 @@ def _draw_numbers(
 ) -> None:
     """Draws the reported range, interval, seeds and mean of a line at height y.
 
-    Numbers outside `limits` are arrowheads.
+    The difference after longer training is below the mean, with a hollow marker. Numbers outside
+    `limits` are arrowheads.
     """
     if line.mean is None:
         return
@@ -204,11 +214,17 @@ def _draw_numbers(
     if line.seeds:
         ax.scatter(line.seeds, [y_seeds] * len(line.seeds), color=color, **style.SEEDS)
     ax.scatter([line.mean], [y], marker=marker, color=color, label=line.meaning, **_MEAN_MARKER)
+    if line.longer is not None:
+        longer_mean, longer_low, longer_high = line.longer
+        if longer_low is not None and longer_high is not None:
+            ax.hlines(y_seeds, longer_low, longer_high, color, linewidth=1)
+        mark = {'marker': marker, 'edgecolors': color, 'label': line.longer_meaning}
+        ax.scatter([longer_mean], [y_seeds], **mark, **_LONGER_MARKER)
 
     if limits is not None:
         _draw_arrowheads(ax, y, line.reported or (), style.MUTED, limits)
         _draw_arrowheads(ax, y, line.ends(), color, limits)
-        _draw_arrowheads(ax, y_seeds, line.seeds, color, limits)
+        _draw_arrowheads(ax, y_seeds, [*line.seeds, *line.longer_ends()], color, limits)
 
 
 def _draw_arrowheads(

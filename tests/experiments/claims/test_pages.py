@@ -390,7 +390,7 @@ def longer_answers(tmp_path):
     """
 
     rows_of_drop = (
-        worse_row(0.5, length='at this length: shrinks'),
+        worse_row(0.5, length='at this length: shrinks to +0.2500 at 4 times the steps'),
         worse_row(0.25, kind=Kind.LONGER),
     )
     rows_of_sharing = (worse_row(0.75, length='at this length'),)
@@ -406,27 +406,38 @@ def longer_answers(tmp_path):
 def test_answers_have_a_column_for_four_times_the_steps(longer_answers):
     text = pages.answers_markdown(longer_answers, '.')
     assert text.startswith(
-        '|  | size of attention | decoder, equal count | verdict | decoder, 4 times the steps |'
+        '|  | size of attention | decoder, equal count | decoder, 4 times the steps | verdict |'
     )
-    assert 'worse at this length: shrinks | +0.250<br>[+0.240, +0.260] |' in text
-    assert '4 times the steps: the same difference in a study of its own' in text
+    assert '| +0.250<br>[+0.240, +0.260] | worse at this length: shrinks |' in text
+    assert '4 times the steps: the difference at equal parameter count in a longer study' in text
 
 
 def test_the_short_table_of_answers_has_a_column_for_four_times_the_steps(longer_answers):
     lines = pages.short_answers_markdown(longer_answers).splitlines()
-    assert lines[0].endswith('| verdict | 4 times the steps |')
-    assert lines[2].endswith('| worse at this length: shrinks | +0.250 [+0.240, +0.260] |')
-    assert lines[3].endswith('| worse at this length | - |')
+    assert lines[0].endswith('| 4 times the steps | verdict |')
+    assert lines[2].endswith('| +0.250 [+0.240, +0.260] | worse at this length: shrinks |')
+    assert lines[3].endswith('| - | worse at this length |')
 
 
-def test_the_figure_of_answers_has_a_panel_for_four_times_the_steps(longer_answers):
+def test_the_figure_of_answers_shows_four_times_the_steps_below_each_difference(longer_answers):
     drawing = pages.answers_figure(read_answers(longer_answers))
 
-    short_panel, longer_panel = drawing.figure().axes
-    assert short_panel.get_title(loc='left') == 'equal parameter count'
-    assert longer_panel.get_title(loc='left') == 'equal count, 4 times the steps'
-    assert row_names(short_panel) == ['drop W_Q: worse', 'Q = K: worse']
-    assert row_names(longer_panel) == ['drop W_Q: worse']
+    (ax,) = drawing.figure().axes
+    assert row_names(ax) == ['drop W_Q: worse', 'Q = K: worse']
+    (hollow,) = [marks for marks in ax.collections if marks.get_label() == '4 times the steps']
+    ((x, y),) = hollow.get_offsets()
+    assert x == 0.25
+    assert 0 < y < 1  # between the first row and the second
+
+
+def test_answers_without_decoders_have_no_verdicts(tmp_path):
+    context = {'model': 'masked LM', 'size': 'd_model=96', 'corpus': 'stdlib', 'tokens': '4,096'}
+    row = dataclasses.replace(worse_row(0.5), context=context)
+    write(tmp_path, ANSWERS, [Answer('Q = K', 'a/b', attention=None, rows=(row,))])
+
+    text = pages.answers_markdown(tmp_path, '.')
+
+    assert text.startswith('|  | size of attention | masked LM, equal count |\n')
 
 
 def test_the_figure_of_answers_shows_the_margin_and_daggers(tmp_path):
