@@ -358,8 +358,8 @@ def _without_withheld_rows(answer: export.Answer) -> export.Answer:
 def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]]) -> list[str]:
     """Returns the cells of an answer: its name, the size of attention, and a difference per column.
 
-    `columns` are pairs of a model and a kind of row. The verdict, on the row DECIDED_IN, follows the
-    last column of its model.
+    `columns` are pairs of a model and a kind of row. The verdict is on the row DECIDED_IN, and
+    follows the last column of its model.
     """
     size = NONE
     if answer.attention is not None:
