@@ -716,7 +716,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         )
         line = line._replace(meaning=verdict)  # the text in the legend
         longer_row = judged_answer.row(model, Kind.LONGER)
-        if longer_row is not None and longer_row.value is not None:
+        if longer_row is not None:
             line = line._replace(
                 longer=(longer_row.value, longer_row.low, longer_row.high),
                 longer_meaning=SHAPES[Kind.LONGER].column,

@@ -94,8 +94,7 @@ def yardsticks_of(config: Config, rows: Rows) -> Yardsticks:
     Raises ConfigError if a task from outside the package fails or returns invalid yardsticks.
     """
     task = config.data.task
-    # A task from outside the package has an import path, such as 'my_file:MyTask'.
-    if task is None or ':' not in task:
+    if task is None or not _is_import_path(task):
         return rows.yardsticks(config)
     measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
     if not isinstance(measured, Yardsticks):
@@ -123,9 +122,14 @@ def yardsticks_of(config: Config, rows: Rows) -> Yardsticks:
 def has_yardsticks_from_outside(config: Config, rows: Rows) -> bool:
     """Whether a class from outside the package defines the method `yardsticks` of the rows."""
     task = config.data.task
-    if task is None or ':' not in task:
+    if task is None or not _is_import_path(task):
         return False
     return not type(rows).yardsticks.__module__.startswith('qkattn.')
+
+
+def _is_import_path(name: str) -> bool:
+    """Whether a name is from outside the package, such as 'my_file:MyTask'."""
+    return ':' in name
 
 
 def _field_from_outside(data: DataConfig) -> tuple[str, str] | None:
@@ -133,9 +137,9 @@ def _field_from_outside(data: DataConfig) -> tuple[str, str] | None:
 
     For example, ('data.task', 'my_tasks:Sorting'). Returns None if neither is from outside.
     """
-    if data.task is not None and ':' in data.task:
+    if data.task is not None and _is_import_path(data.task):
         return 'data.task', data.task
-    if ':' in data.name and probe_tasks.is_probe(data.name):
+    if _is_import_path(data.name) and probe_tasks.is_probe(data.name):
         return 'data.name', data.name
     return None
 
