@@ -339,7 +339,7 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
 
 
 def _require_first_repeat(path: Path, declared: Mapping[str, Any], repeated_ledger: Ledger) -> None:
-    """Raises ReportError if a study beside a new study repeats the same arms of the same study.
+    """Raises ReportError if a study beside a new study repeats one of its arms of the same study.
 
     Both would be second looks, so the error rate of a second look would be spent twice.
 
@@ -361,6 +361,7 @@ def _require_first_repeat(path: Path, declared: Mapping[str, Any], repeated_ledg
             continue
         is_repeat = any(repeat.entry in repeated_hashes for repeat in other_ledger.repeats)
         shared_questions = new_questions & _questions(other_ledger.arms, other_declared)
+        # Every repeat has the baseline, which gets no verdict.
         shared_variants = {key.variant for key in shared_questions} - {declared['baseline']}
         if is_repeat and shared_variants:
             raise ReportError(

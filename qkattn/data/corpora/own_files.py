@@ -132,13 +132,13 @@ def _refuse_unread_text(directory: Path, files: dict[str, dict[str, Path]]) -> N
             )
 
     # A title may end with 'test' by chance, unlike a file with the whole name 'test.txt'.
-    longer_names = [name for name in names_read if name.lower().partition('.')[0] not in WORDS]
-    if not longer_names:
+    titled_names = [name for name in names_read if name.lower().partition('.')[0] not in WORDS]
+    if not titled_names:
         return
     for file in _text_files(directory, directory).values():
         if file not in files_read:
             raise ConfigError(
-                f'data.path: {str(file)!r} names no split, but {longer_names[0]!r} ends with one; '
+                f'data.path: {str(file)!r} names no split, but {titled_names[0]!r} ends with one; '
                 'rename one of them, or move it'
             )
 
