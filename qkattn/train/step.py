@@ -165,9 +165,10 @@ def gradients(
 
         zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
         sums, _ = jax.lax.scan(add_microbatch, zeros, (batch, keys_A))
-    # A batch without targets has weight 0, and sums of 0.
-    total_weight = jnp.maximum(batch['loss_weights_BT'].sum(), 1)
-    return jax.tree.map(lambda total: total / total_weight, sums)
+    # A batch without targets has weight 0, and sums of 0. Avoid 0 / 0, so that its means are 0.
+    total_weight = batch['loss_weights_BT'].sum()
+    divisor = jnp.where(total_weight > 0, total_weight, 1)
+    return jax.tree.map(lambda total: total / divisor, sums)
 
 
 def train_trial(

@@ -164,6 +164,17 @@ def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
     assert_close(gradients(params, one_microbatch), expected, 1e-6)
 
 
+def test_means_over_targets_do_not_depend_on_the_scale_of_their_weights(four_trials):
+    """The weights of a task from outside may sum to less than 1."""
+    config = four_trials(num_layers=1)
+    params = params_of(config)
+    batch = language_batch(jnp.asarray(random_tokens(config)[0]))
+    gradients = jax.jit(functools.partial(step.gradients, config))
+    expected = gradients(params, batch)
+    batch['loss_weights_BT'] *= 1e-4
+    assert_close(gradients(params, batch), expected, 1e-5)
+
+
 @pytest.mark.parametrize('lifting', slow_except(['vmap'], ['vmap', 'map']))
 def test_trials_train_as_they_do_alone(four_trials, lifting):
     """Trials that are trained together have the losses and parameters of single trials.
