@@ -24,7 +24,7 @@ from qkattn.errors import ConfigError, ConversionError, SpecError
 from qkattn.model import with_params
 from qkattn.model.blocks import Norm
 from qkattn.model.sites import attention_spec
-from qkattn.model.transformer import Transformer
+from qkattn.model.transformer import Transformer, on_any_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,7 @@ def logit_error(
     """
 
     def logits_of(config: ModelConfig, params: dict) -> np.ndarray:
-        model = with_params(config, jax.tree.map(jnp.asarray, params))
+        model = with_params(on_any_device(config), jax.tree.map(jnp.asarray, params))
         compute_logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))
         return np.asarray(compute_logits(model, tokens_BT), np.float64)
 

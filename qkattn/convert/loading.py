@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from qkattn.config import Config, DataConfig, ModelConfig
 from qkattn.convert.published import load_gpt2, load_nanogpt
@@ -28,8 +27,7 @@ from qkattn.data.tokenizers.vocabulary import (
     use_recorded_tokenizers,
 )
 from qkattn.errors import ConfigError
-from qkattn.model import with_params
-from qkattn.model.transformer import Transformer
+from qkattn.model.transformer import Transformer, inference_model
 from qkattn.storage.files import absolute, as_path, read_whole
 from qkattn.train import exported
 from qkattn.train.checkpoint import Checkpoints
@@ -58,12 +56,7 @@ class Loaded:
     @functools.cached_property
     def models(self) -> list[Transformer]:
         """The model of each trial, with parameters in the compute dtype."""
-        cast = functools.partial(jnp.asarray, dtype=self.model_config.compute_dtype)
-        models = []
-        for params in self.params:
-            cast_params = jax.tree.map(cast, params)
-            models.append(with_params(self.model_config, cast_params))
-        return models
+        return [inference_model(self.model_config, params) for params in self.params]
 
     @property
     def trial(self) -> int:

@@ -1,5 +1,6 @@
 """Models: decoder, encoder and encoder-decoder."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qkattn.attention import Attention, Mask
+from qkattn.attention.kernels.choice import LIBRARIES
 from qkattn.attention.parameters import (
     initialization,
     key_or_from_rngs,
@@ -372,6 +374,21 @@ def abstract_model(config: ModelConfig) -> Transformer:
 def with_params(config: ModelConfig, params: dict) -> Transformer:
     """Returns the model with the given parameters."""
     return nnx.merge(nnx.graphdef(abstract_model(config)), params)
+
+
+def inference_model(config: ModelConfig, params: dict) -> Transformer:
+    """Returns the model to run outside of training, with parameters in the compute dtype."""
+    dtype = jnp.dtype(config.compute_dtype)
+    cast_params = jax.tree.map(lambda array: jnp.asarray(array, dtype), params)
+    return with_params(on_any_device(config), cast_params)
+
+
+def on_any_device(config: ModelConfig) -> ModelConfig:
+    """Returns the settings with a kernel that computes rows of any length on any device."""
+    if config.kernel not in LIBRARIES:
+        return config
+    # A library needs devices, lengths and a dtype that only training is sure to have.
+    return dataclasses.replace(config, kernel='auto')
 
 
 def inputs_of(batch: Mapping[str, Any]) -> dict[str, Any]:

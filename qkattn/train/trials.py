@@ -18,8 +18,7 @@ from qkattn.data.tasks.task_registry import task_of
 from qkattn.data.tokenizers.tokenizer import Tokenizer
 from qkattn.decode.translate import translate_ids
 from qkattn.errors import ConfigError
-from qkattn.model import with_params
-from qkattn.model.transformer import cross_entropy
+from qkattn.model.transformer import cross_entropy, inference_model
 from qkattn.storage.records import describe_outside_metrics
 from qkattn.train.program import Program, stack_program
 from qkattn.train.sharding import fetch, local_rows, local_share, place_batch, place_rows
@@ -167,7 +166,7 @@ class Stack:
 
     def translate(self, x: int, tokenizer: Tokenizer, sources: Sequence[np.ndarray]) -> list[str]:
         """Translates sources (token ids without separators) with the model of trial x."""
-        model = with_params(self.config.model, self.params(x))
+        model = inference_model(self.config.model, self.params(x))
         return translate_ids(model, tokenizer, sources, self.config.decode)
 
     def _measure(self, batch: Batch) -> dict[str, jax.Array]:

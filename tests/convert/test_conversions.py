@@ -160,6 +160,14 @@ def test_a_refusal_names_the_layer_that_is_singular():
         convert_model(GAUGE_FIX_QK, CONFIG, params)
 
 
+def test_logits_of_a_model_with_a_library_kernel_are_compared_on_any_device():
+    config = dataclasses.replace(CONFIG, kernel='splash')
+    params = random_params_of(CONFIG)
+    merged_config, merged_params, _ = convert_model('merge', config, params)
+    assert merged_config.kernel == 'splash'
+    assert logit_error((config, params), (merged_config, merged_params), TOKENS) < 1e-4
+
+
 def test_a_refusal_that_holds_for_all_layers_names_none():
     config, params, _ = convert_model('merge', CONFIG, random_params_of(CONFIG))
 

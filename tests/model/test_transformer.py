@@ -12,6 +12,7 @@ from flax import nnx
 from qkattn.config import ModelConfig
 from qkattn.errors import ConfigError
 from qkattn.model import Decoder, Encoder, EncoderDecoder, abstract_model, build
+from qkattn.model.transformer import inference_model
 from tests.attention import examples  # noqa: F401, classes that the settings name
 from tests.lanes import slow_except
 from tests.model import slow_transformer as slow
@@ -308,6 +309,26 @@ def test_logits_in_bfloat16_are_summed_in_float32():
     expected_BTV = x_BTD.astype(jnp.float32) @ w_VD.T
     assert got_BTV.dtype == jnp.float32
     np.testing.assert_allclose(got_BTV, expected_BTV, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize('kernel', ['splash', 'dot_product'])
+def test_a_model_for_inference_needs_no_library_kernel(kernel):
+    """A run may name a kernel for the devices, lengths and dtype of its training.
+
+    This row of 5 tokens with padding, on a CPU, has no kernel of a library.
+    """
+    config = config_of(kernel=kernel)
+    model = make_model()
+    params = nnx.to_pure_dict(nnx.state(model))
+    inputs = {'tokens_BT': TOKENS[:, :5], 'valid_BT': np.arange(5)[None] < 4}
+    got_BTV = logits_of(inference_model(config, params), **inputs)
+    assert np.array_equal(got_BTV, logits_of(model, **inputs))
+
+
+def test_a_model_for_inference_has_parameters_in_the_compute_dtype():
+    params = nnx.to_pure_dict(nnx.state(make_model()))
+    model = inference_model(config_of(compute_dtype='bfloat16'), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype('bfloat16')}
 
 
 def test_the_layers_of_a_model_compute_what_its_blocks_compute():

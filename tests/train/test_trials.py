@@ -16,6 +16,7 @@ from qkattn.data.tasks import repeats
 from qkattn.data.tasks.language import LanguageRows
 from qkattn.data.tasks.task_registry import rows_of
 from qkattn.model import cost, with_params
+from qkattn.model.cost import abstract_params
 from qkattn.model.transformer import inputs_of
 from qkattn.storage.records import metrics_of
 from qkattn.train import program, results, trials
@@ -467,6 +468,23 @@ def test_a_task_from_outside_measures_its_metric_when_training_ends(tiny, outsid
     described_metrics = metrics_of(by_trial[0])
     (nearer,) = rows.metrics
     assert described_metrics['nearer'] == nearer
+
+
+def test_translations_of_a_run_are_computed_in_its_compute_dtype(task, monkeypatch):
+    """The BLEU of a run is that of the model whose loss it measures, as `translate` loads it."""
+    config = task('translation', model={'compute_dtype': 'bfloat16'})
+    params_X = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape)), abstract_params(config.model))
+    stack = Stack(config, program=None, rows=None, state={'trials': {'params': params_X}})
+    translating_models = []
+
+    def record_model(model, *_):
+        translating_models.append(model)
+        return []
+
+    monkeypatch.setattr(trials, 'translate_ids', record_model)
+    stack.translate(0, tokenizer=None, sources=[])
+    (model,) = translating_models
+    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype('bfloat16')}
 
 
 def test_an_end_metric_that_is_not_declared_is_refused(tiny):
