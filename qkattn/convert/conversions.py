@@ -287,6 +287,8 @@ def logit_error(
         compute_logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))
         return np.asarray(compute_logits(model, tokens_BT), np.float64)
 
-    before_BTV = logits_of(*before)
-    after_BTV = logits_of(*after)
+    # By default, some GPUs multiply float32 in TF32, which moves logits by almost 1e-3.
+    with jax.default_matmul_precision('float32'):
+        before_BTV = logits_of(*before)
+        after_BTV = logits_of(*after)
     return float(np.abs(before_BTV - after_BTV).max() / np.abs(before_BTV).max())

@@ -168,6 +168,20 @@ def test_logits_of_a_model_with_a_library_kernel_are_compared_on_any_device():
     assert logit_error((config, params), (merged_config, merged_params), TOKENS) < 1e-4
 
 
+def test_logits_are_compared_in_full_precision(monkeypatch):
+    """With the TF32 of GPUs, exact conversions would move logits by almost as much as is allowed."""
+    precisions = []
+
+    def recording_with_params(config, params):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return with_params(config, params)
+
+    monkeypatch.setattr(conversions, 'with_params', recording_with_params)
+    model = (CONFIG, random_params_of(CONFIG))
+    assert logit_error(model, model, TOKENS) == 0
+    assert precisions == ['float32', 'float32']
+
+
 def test_a_refusal_that_holds_for_all_layers_names_none():
     config, params, _ = convert_model('merge', CONFIG, random_params_of(CONFIG))
 
