@@ -259,19 +259,13 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
 
     Raises RunDirectoryError for a damaged line of plan.jsonl.
     """
-    file = path / 'plan.jsonl'
-    if not file.exists():
+    if not (path / stored.PLAN).exists():
         return
-    planned_ids = {run.id for run in plan.runs(study, arms, plan.results_in(path))}
-    advice = 'restore it from a copy, or remove it: it is then made again from the results'
-    schema = {'run': str, 'directory': str, 'control': str | None}
-    for run in records.read_lines(file, schema, advice, stored.check_run_directory):
-        is_planned = run['run'] in planned_ids
+    planned = plan.runs(study, arms, plan.results_in(path))
+    for run in plan.left_runs(path, planned):
         # Only decided arms are trained longer, and added arms may leave an arm undecided.
         may_leave_plan = run['control'] == LONGER
-        if is_planned or may_leave_plan:
-            continue
-        if (path / run['directory'] / 'result.json').exists():
+        if not may_leave_plan:
             raise ConfigError(
                 f'this version of qkattn would train {run["directory"]} of workdir={path} '
                 'again; use the version that trained it, or give another workdir'

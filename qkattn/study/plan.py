@@ -29,11 +29,22 @@ from qkattn.jobs.output import text_table
 from qkattn.model import cost as model_cost
 from qkattn.stats import inference
 from qkattn.stats.decision import Decision
-from qkattn.storage.records import FINISHED, read_results, to_jsonable
+from qkattn.storage.records import (
+    ARM_KEY,
+    FINISHED,
+    check,
+    check_config_hash,
+    damaged_file_error,
+    read_json,
+    read_lines,
+    read_results,
+    to_jsonable,
+)
 from qkattn.study.arm_key import LONGER, ArmKey
 from qkattn.study.arms import PlannedArm, row_title
 from qkattn.study.family import Family, primary_arms
 from qkattn.study.protocol import resolved
+from qkattn.study.stored import PLAN, check_run_directory
 from qkattn.study.tuning import (
     KNOBS,
     MODEL_KNOBS,
@@ -55,6 +66,17 @@ STEP_PER_FORWARD = 3
 # The bytes of a directory's name before the hyphen and the hash of 12 digits. File systems allow
 # names of 255 bytes.
 MAX_READABLE_BYTES = 255 - 13
+# What the user can do about a damaged plan.jsonl.
+_ADVICE = 'restore it from a copy, or remove it: it is then made again from the results'
+# The fields of a line of plan.jsonl that `left_lines` reads, besides its directory.
+_LEFT_RUN = {
+    **ARM_KEY,
+    'run': str,
+    'stage': str,
+    'knob': str | None,
+    'target': float | None,
+    'residual': float | None,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -550,6 +572,68 @@ def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float 
         seed = trial['trial']['seed']
         loss_by_seed[seed] = trial[field] if trial['status'] == FINISHED else None
     return loss_by_seed
+
+
+def left_runs(path: Path, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]:
+    """Returns the lines of plan.jsonl for finished runs that are no longer planned.
+
+    Args:
+        path: The directory of the study.
+        planned: The runs that are planned now.
+
+    Raises:
+        RunDirectoryError: A line of plan.jsonl is damaged.
+    """
+    file = path / PLAN
+    if not file.exists():
+        return []
+    planned_ids = {run.id for run in planned}
+    schema = {'run': str, 'directory': str, 'control': str | None}
+    left = []
+    for run in read_lines(file, schema, _ADVICE, check_run_directory):
+        is_planned = run['run'] in planned_ids
+        if not is_planned and _result_file(path, run).exists():
+            left.append(run)
+    return left
+
+
+def _result_file(path: Path, run: Mapping[str, Any]) -> Path:
+    """Returns the path of a run's results; `run` is its line of plan.jsonl."""
+    return path / run['directory'] / 'result.json'
+
+
+def left_lines(study: Study, path: Path, left: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns the lines of plan.jsonl and of results.jsonl for runs that are no longer planned.
+
+    Added arms may leave an arm undecided, which is then not trained longer. A look at the results
+    may have seen its longer runs, so both files keep them.
+
+    Args:
+        study: The study.
+        path: The directory of the study.
+        left: The runs, from `left_runs`.
+
+    Raises:
+        RunDirectoryError: A line of plan.jsonl is damaged, or names another run than its results.
+    """
+    plan_text = ''
+    results_text = ''
+    for run in left:
+        results = read_json(_result_file(path, run), [{'config_hash': str}])
+        try:
+            check(run, _LEFT_RUN)
+            for result in results:
+                check_config_hash(result, run['run'])
+        except ValueError as error:
+            raise damaged_file_error(path / PLAN, error, _ADVICE) from error
+
+        fields = {name: run[name] for name in ('run', *ARM_KEY, 'stage', 'knob', 'residual')}
+        # This file has another name for the target.
+        fields['target_parameters'] = run['target']
+        plan_text += json.dumps(run) + '\n'
+        for result in results:
+            results_text += json.dumps({'study': study.name, **fields, **result}) + '\n'
+    return plan_text, results_text
 
 
 def plan_lines(study: Study, planned: Sequence[PlannedRun]) -> str:

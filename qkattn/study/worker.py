@@ -216,8 +216,12 @@ class _Worker:
             runs = plan.runs(study, self.arms, results)
             digest_in_directory = ledger.declaration_digest(read_json(path / 'study.json', {}))
             if digest_in_directory == self._declared:
-                write_atomic(path / 'plan.jsonl', plan.plan_lines(study, runs))
-                write_atomic(path / 'results.jsonl', plan.result_lines(study, runs, results))
+                left_runs = plan.left_runs(path, runs)
+                left_in_plan, left_in_results = plan.left_lines(study, path, left_runs)
+                plan_text = plan.plan_lines(study, runs) + left_in_plan
+                results_text = plan.result_lines(study, runs, results) + left_in_results
+                write_atomic(path / 'plan.jsonl', plan_text)
+                write_atomic(path / 'results.jsonl', results_text)
         return plan.without_result(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:

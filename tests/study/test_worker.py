@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from jax.errors import JaxRuntimeError
 
-from qkattn.config import DataConfig, Study, TuningConfig, fingerprint
+from qkattn.config import ControlsConfig, DataConfig, Study, TuningConfig, fingerprint
 from qkattn.config.setting import setting
 from qkattn.errors import CheckpointError, ConfigError, DiskError, InUseError, Lost, Stopped
 from qkattn.model.sites import validate
@@ -712,6 +712,34 @@ def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp
     worker.run(GROWN, path)
     assert len(trained) == 9
     assert len(read_lines(path / 'plan.jsonl')) == 9
+
+
+def test_longer_runs_that_leave_the_plan_keep_their_results(trained, tmp_path):
+    """A longer run that a look has seen stays in both files, though it is no longer planned.
+
+    An arm is decided once all arms of its size are trained. So an added arm leaves it undecided for
+    a while, and undecided arms are not trained longer.
+    """
+    study = study_with(controls=ControlsConfig(equal_shape=False, longer=4))
+    path = tmp_path / 'out'
+    worker.run(study, path)
+    planned = read_lines(path / 'plan.jsonl')
+    results = read_lines(path / 'results.jsonl')
+    assert 'longer' in [line['control'] for line in planned]
+    assert ledger.record_look(path)
+
+    def stop(config, workdir):
+        """Stops the worker before it trains the first run of the added arm."""
+        raise Stopped('stopped')
+
+    trained.before = stop
+    with pytest.raises(Stopped):
+        worker.run(dataclasses.replace(study, variants=(*study.variants, 'qk/k_is_v')), path)
+
+    lines_left = [line for line in read_lines(path / 'plan.jsonl') if line in planned]
+    assert lines_left == planned
+    assert read_lines(path / 'results.jsonl') == results
+    assert not load_findings(path).study.altered
 
 
 def test_a_stored_study_trains_a_run_without_results_from_the_start(trained, finished, tmp_path):
