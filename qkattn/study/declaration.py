@@ -92,7 +92,6 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
     declared = content(study, arms)
     study_file = path / 'study.json'
     with locked(path / 'lock'):
-        stored.unpack_in_place(path)
         is_new = _is_new(path)
         earlier = None  # the present content of study.json
         if study_file.exists():
@@ -100,6 +99,8 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
             declared = _continued(study_file, study, earlier, declared)
         if not is_new:
             _require_declared(study_file, earlier, declared)
+        # A directory that is refused above stays as it is.
+        stored.unpack_in_place(path)
         _check_runs(path, study, arms)
         repeats = _repeats(path, declared) if is_new else None
 
@@ -158,7 +159,7 @@ def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
 
 def _is_new(path: Path) -> bool:
     """Returns whether a directory holds no part of a study."""
-    parts = ('study.json', ledger.NAME, 'runs')
+    parts = ('study.json', ledger.NAME, 'runs', stored.LOGS)
     return not any((path / name).exists() for name in parts)
 
 

@@ -766,3 +766,15 @@ def test_a_stored_study_trains_a_run_without_results_from_the_start(trained, fin
     assert trained[0].endswith(last_run)
     assert logs_before_training == [False]
     assert read_lines(stored_study / 'results.jsonl') == results
+
+
+def test_a_stored_study_that_is_refused_stays_stored(trained, finished, tmp_path):
+    stored_study = tmp_path / 'stored'
+    stored.pack(finished, stored_study)
+
+    with pytest.raises(ConfigError, match='margin: 0.005 -> 0.01'):
+        worker.run(study_with(margin=0.01), stored_study)
+
+    assert (stored_study / 'logs.zip').exists()
+    assert not (stored_study / 'runs').exists()
+    assert not trained
