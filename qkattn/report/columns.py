@@ -454,7 +454,7 @@ def _exchange_rate(findings: Findings) -> Column:
 def _difference_text(arm: TrainedArm) -> str:
     """Formats an arm's difference from the baseline, or the baseline's loss."""
     if arm.is_baseline and not arm.chosen:
-        return 'baseline, no result yet'
+        return 'baseline, diverged' if arm.verdict_trials else 'baseline, no result yet'
     if arm.is_baseline:
         return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
     return prose.marked(interval(arm.difference), bool(arm.shortfalls))

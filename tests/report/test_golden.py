@@ -524,6 +524,12 @@ def test_a_headline_names_a_baseline_without_results(study_dir):
     assert '| qk/vo | baseline, no result yet |' in headline(findings)
 
 
+def test_a_headline_names_a_baseline_whose_seeds_all_diverged(study_dir):
+    records = tuned_arm('qk/vo', losses=[None] * 8) + tuned_arm('b/vo', losses=losses_around(0.0))
+    findings = findings_of(write_tuned(study_dir, records))
+    assert '| qk/vo | baseline, diverged |' in headline(findings)
+
+
 def test_text_tables_are_aligned():
     """A vertical bar in a title makes a line break. A line break in a cell is escaped."""
     align_left = True
