@@ -44,8 +44,9 @@ def main() -> None:
     dataset = prepare(data, out, WORKERS.value)
     for split in dataset.splits:
         info = dataset.info(split)
+        noun = 'document' if info.num_documents == 1 else 'documents'
         print(
-            f'{split}: {info.num_tokens:,} tokens, {info.num_documents:,} documents, '
+            f'{split}: {info.num_tokens:,} tokens, {info.num_documents:,} {noun}, '
             f'{info.num_bytes:,} bytes'
         )
     print(f'{dataset.tokenizer.name}, {dataset.vocab_size:,} ids')

@@ -697,6 +697,15 @@ def test_prepared_tokens_are_trained_on(printed, tiny, tmp_path):
     assert contents(tokens_path) == files_before
 
 
+def test_the_one_document_of_a_split_is_counted_in_the_singular(printed, tmp_path):
+    """A text file is cut into three splits of one document each. The tokens are its bytes."""
+    (tmp_path / 'book.txt').write_text('nine letters\n' * 100)
+    data = ('--config.data.name=text', '--config.data.path=book.txt')
+    text = printed('prepare_data', '--config=run.py', '--out=prepared', *data)
+    # A line has 13 bytes. The test split is the last 4 lines and a separator.
+    assert 'test: 53 tokens, 1 document, 53 bytes' in text
+
+
 SMALL = (
     'model.num_layers=1 model.num_heads=2 model.d_model=16 model.context=16 '
     'optimizer.warmup_steps=2 train.num_steps=5 train.batch_size=4 train.steps_per_dispatch=5 '
