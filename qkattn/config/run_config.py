@@ -1,6 +1,7 @@
 """The settings of a run, and checks for conflicts between them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -257,17 +258,15 @@ class Config:
 def validate_settings(config: Config) -> None:
     """Raises ConfigError for the first invalid setting or the first conflict between settings."""
     check_section('', config)
-    first_conflict = next(_conflicts(config), None)
+    conflicts = itertools.chain(
+        _model_conflicts(config.model),
+        _optimizer_conflicts(config),
+        _train_conflicts(config.train),
+        _mesh_conflicts(config),
+    )
+    first_conflict = next(conflicts, None)
     if first_conflict is not None:
         raise ConfigError(first_conflict)
-
-
-def _conflicts(config: Config) -> Iterator[str]:
-    """Yields an error message for each conflict between settings."""
-    yield from _model_conflicts(config.model)
-    yield from _optimizer_conflicts(config)
-    yield from _train_conflicts(config.train)
-    yield from _mesh_conflicts(config)
 
 
 def _model_conflicts(model: ModelConfig) -> Iterator[str]:
