@@ -199,28 +199,21 @@ def project(
 
     Inside a `with products_once()` block, calls with the same arrays return the same result.
     """
-    cache = _products.get()
-    if cache is None:  # outside of `products_once`
-        return _product_and_bias(x_BTD, w_DNH, b_NH, axes)
-
+    cache = _products.get()  # None outside of `products_once`
     factors = (x_BTD, w_DNH, b_NH)
     # An array from another trace, such as the body of a scan, must not be used here.
     trace = get_opaque_trace_state()
-    for cached in cache:
+    for cached in cache or ():
         has_same_factors = all(a is b for a, b in zip(cached.factors, factors, strict=True))
         if has_same_factors and cached.trace == trace:
             return cached.out_BTNH
 
-    out_BTNH = _product_and_bias(x_BTD, w_DNH, b_NH, axes)
-    cache.append(_Product(factors, trace, out_BTNH))
-    return out_BTNH
-
-
-def _product_and_bias(
-    x_BTD: jax.Array, w_DNH: jax.Array, b_NH: jax.Array | None, axes: int
-) -> jax.Array:
     out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
-    return out_BTNH if b_NH is None else out_BTNH + b_NH[...]
+    if b_NH is not None:
+        out_BTNH = out_BTNH + b_NH[...]
+    if cache is not None:
+        cache.append(_Product(factors, trace, out_BTNH))
+    return out_BTNH
 
 
 def product(
