@@ -154,10 +154,14 @@ class ModelConfig:
         return self.activation.endswith('glu')
 
     @property
-    def num_branches(self) -> int:
-        """Number of attention and MLP branches in all layers."""
+    def residual_gain(self) -> float:
+        """Factor on the initial deviation of the last matrix of each residual branch.
+
+        The variance of the stream then does not grow with the number of branches.
+        """
         branches_per_layer = 3 if self.kind == 'encoder_decoder' else 2
-        return branches_per_layer * self.num_layers
+        num_branches = branches_per_layer * self.num_layers
+        return num_branches**-0.5
 
     @property
     def probability_dropout(self) -> float:

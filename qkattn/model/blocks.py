@@ -82,8 +82,7 @@ class MLP(nnx.Module):
         self.dropout = config.activation_dropout
         with initialization(config.init, config.init_mlp):
             self.w_in_DF = weight(key, 'w_in_DF', (D, F), std=D**-0.5)
-            # The variance of the stream then does not grow with the number of branches.
-            gain = config.num_branches**-0.5
+            gain = config.residual_gain
             self.w_out_FD = weight(key, 'w_out_FD', (F, D), std=F**-0.5, gain=gain)
             self.w_gate_DF = weight(key, 'w_gate_DF', (D, F), std=D**-0.5) if has_gate else None
         self.b_in_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if has_biases else None

@@ -38,14 +38,11 @@ def attention_spec(config: ModelConfig) -> AttentionSpec:
         return attributes[SPEC]
 
     field_names = [field.name for field in dataclasses.fields(AttentionSpec)]
-    field_names.remove('residual_gain')  # the only field that is not in the config
     fields = {name: getattr(config, name) for name in field_names}
     if config.positions not in ('rope', 'alibi'):
         # Learned and sinusoidal positions are added to the stream, outside of attention.
         fields['positions'] = 'none'
-    # The variance of the stream then does not grow with the number of branches.
-    residual_gain = config.num_branches**-0.5
-    spec = AttentionSpec(**fields, residual_gain=residual_gain)
+    spec = AttentionSpec(**fields)
     attributes[SPEC] = spec
     return spec
 
