@@ -90,46 +90,52 @@ def _check_site(config: Config, setting: str, make_spec: Callable[[], AttentionS
     """
     with _as_config_error(setting):
         spec = make_spec()
-
-    # A name with a colon is the import path of a class from outside the package.
-    outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
-    joined_names = ', '.join(outside_names)
-
-    def check_spec() -> None:
-        with _as_config_error(setting):
+        # A name with a colon is the import path of a class from outside the package.
+        outside_names = [name for name in (str(spec.variant), spec.normalizer) if ':' in name]
+        if not outside_names:
             registry.check(spec)
-
-    def check_output() -> None:
-        # The einsum kernel computes every variant.
-        einsum_spec = dataclasses.replace(spec, kernel='einsum')
-        bare_array = _bare_array(_abstract_layer(einsum_spec))
-        if bare_array is not None:
-            raise ConfigError(
-                f'{setting}={joined_names!r} has an array as its attribute {bare_array!r}; make it '
-                'an nnx.Param to train it, or compute it in the method that needs it'
-            )
-        x_BTD, out_BTD = _trace_attention(config, setting, einsum_spec)
-        # The residual sum would broadcast another shape without an error.
-        if out_BTD.shape != x_BTD.shape:
-            raise ConfigError(
-                f'{setting}={joined_names!r} returns an output of shape {out_BTD.shape} for a '
-                f'stream of shape {x_BTD.shape}; both must have the same shape'
-            )
-        # The scan over layers refuses a stream that gets wider.
-        stream_dtype = jnp.promote_types(x_BTD.dtype, out_BTD.dtype)
-        if stream_dtype != x_BTD.dtype:
-            raise ConfigError(
-                f'{setting}={joined_names!r} returns an output of {out_BTD.dtype} for a stream of '
-                f'{x_BTD.dtype}, which is model.compute_dtype; cast it with .astype(x_BTD.dtype)'
-            )
-
-    if not outside_names:
-        check_spec()
-        return
+            return
 
     # Code from outside the package may raise any exception, which becomes a ConfigError.
-    call_with_config_errors(setting, joined_names, check_spec)
-    call_with_config_errors(setting, joined_names, check_output)
+    joined_names = ', '.join(outside_names)
+    call_with_config_errors(
+        setting, joined_names, lambda: _check_outside_code(config, setting, joined_names, spec)
+    )
+
+
+def _check_outside_code(config: Config, setting: str, names: str, spec: AttentionSpec) -> None:
+    """Raises ConfigError if an attention layer with code from outside the package cannot be used.
+
+    Args:
+        config: The settings of the run.
+        setting: The setting that names the code.
+        names: The value of the setting, for error messages.
+        spec: The specification of the layer.
+    """
+    with _as_config_error(setting):
+        registry.check(spec)
+    # The einsum kernel computes every variant.
+    einsum_spec = dataclasses.replace(spec, kernel='einsum')
+    bare_array = _bare_array(_abstract_layer(einsum_spec))
+    if bare_array is not None:
+        raise ConfigError(
+            f'{setting}={names!r} has an array as its attribute {bare_array!r}; make it '
+            'an nnx.Param to train it, or compute it in the method that needs it'
+        )
+    x_BTD, out_BTD = _trace_attention(config, setting, einsum_spec)
+    # The residual sum would broadcast another shape without an error.
+    if out_BTD.shape != x_BTD.shape:
+        raise ConfigError(
+            f'{setting}={names!r} returns an output of shape {out_BTD.shape} for a '
+            f'stream of shape {x_BTD.shape}; both must have the same shape'
+        )
+    # The scan over layers refuses a stream that gets wider.
+    stream_dtype = jnp.promote_types(x_BTD.dtype, out_BTD.dtype)
+    if stream_dtype != x_BTD.dtype:
+        raise ConfigError(
+            f'{setting}={names!r} returns an output of {out_BTD.dtype} for a stream of '
+            f'{x_BTD.dtype}, which is model.compute_dtype; cast it with .astype(x_BTD.dtype)'
+        )
 
 
 def check_kernel(config: Config, mesh: Mesh | None) -> None:
