@@ -4,6 +4,7 @@ The layers of a model may alternate between variants of attention, whose arrays 
 shapes. So the cache has one stack of arrays per variant.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from qkattn.attention import Cache, Mask
 from qkattn.model import Decoder, EncoderDecoder
-from qkattn.model.blocks import Block, Branch, CrossBlock
+from qkattn.model.blocks import Block, CrossBlock
 from qkattn.model.stack import layer_of, scan_layers, stacks_of
 
 
@@ -122,21 +123,20 @@ def prefill(
                 layer_cache[name] = jax.lax.dynamic_index_in_dim(array, index, keepdims=False)
             return block.attention.attend_to(z_BTD, layer_cache, mask)
 
-        attention_branches: list[Branch] = [attend]
+        x_BTD = block.add_branch(attend, block.attention_norm, x_BTD)
         if isinstance(block, CrossBlock):
-            cross_attention = block.cross_attention
-            source_mask = Mask(valid_BS=cache.source_valid_BS)
+            attend_to_source = functools.partial(
+                block.cross_attention.attend_to,
+                cache=source,
+                mask=Mask(valid_BS=cache.source_valid_BS),
+                cross=True,
+            )
+            x_BTD = block.add_branch(attend_to_source, block.cross_norm, x_BTD)
+        x_BTD = block.add_mlp(x_BTD)
 
-            def cross_attend(z_BTD: jax.Array) -> jax.Array:
-                """Attends to the cached keys and values of the source."""
-                return cross_attention.attend_to(z_BTD, source, source_mask, cross=True)
-
-            attention_branches.append(cross_attend)
-
-        out_BTD = block.run_branches(attention_branches, x_BTD)
         updated_caches = list(caches)
         updated_caches[variant] = updated_cache
-        return out_BTD, tuple(updated_caches)
+        return x_BTD, tuple(updated_caches)
 
     # The carry of a scan is updated in place. An input would be copied.
     x_BTD, layers = scan_layers(

@@ -131,30 +131,14 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         probability_key, attention_key, mlp_key = split_key(dropout_key, 3)
-        branch = self.attention_branch(self.attention, mask, probability_key)
-        return self.run_branches([branch], x_BTD, [attention_key, mlp_key])
-
-    def attention_branch(
-        self,
-        attention: Attention,
-        mask: Mask,
-        key: jax.Array | None,
-        y_BSD: jax.Array | None = None,
-    ) -> Branch:
-        """Returns the residual branch of an attention layer.
-
-        Args:
-            attention: The layer.
-            mask: The attention mask.
-            key: The dropout key for attention probabilities. None is no dropout.
-            y_BSD: The input of keys and values, by default the stream.
-        """
-
-        def branch(x_BTD: jax.Array) -> jax.Array:
-            rate = self.config.probability_dropout
-            return attention(x_BTD, mask, y_BSD=y_BSD, dropout=rate, dropout_key=key)
-
-        return branch
+        attend = functools.partial(
+            self.attention,
+            mask=mask,
+            dropout=self.config.probability_dropout,
+            dropout_key=probability_key,
+        )
+        x_BTD = self.add_branch(attend, self.attention_norm, x_BTD, attention_key)
+        return self.add_mlp(x_BTD, mlp_key)
 
     def at(self, layer: int | jax.Array) -> 'Block':
         """Returns a copy of the block for layer number `layer`, counted from 0."""
@@ -164,41 +148,20 @@ class Block(nnx.Module):
                 setattr(copy, name, module.at(layer))
         return copy
 
-    def run_branches(
-        self,
-        attention_branches: Sequence[Branch],
-        x_BTD: jax.Array,
-        keys: Sequence[jax.Array | None] | None = None,
+    def add_mlp(self, x_BTD: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Returns the stream after the MLP; without a key there is no dropout."""
+        # `key` drops outputs of the MLP, and `hidden_key` its activations.
+        hidden_key = None if key is None else jax.random.fold_in(key, 1)
+        mlp = functools.partial(self.mlp, dropout_key=hidden_key)
+        return self.add_branch(mlp, self.mlp_norm, x_BTD, key)
+
+    def add_branch(
+        self, branch: Branch, norm: Norm, x_BTD: jax.Array, key: jax.Array | None = None
     ) -> jax.Array:
-        """Returns the stream after the given attention branches and the block's MLP.
+        """Returns the stream after a residual branch with its norm.
 
-        Args:
-            attention_branches: One for each attention norm. Decoding passes branches that use
-                caches.
-            x_BTD: The stream before the block.
-            keys: A dropout key for each attention branch and one for the MLP. None is no dropout.
+        `key` drops outputs of the branch; without a key there is no dropout.
         """
-        if keys is None:
-            keys = [None] * (len(attention_branches) + 1)
-        *attention_keys, mlp_key = keys
-        norms = self.attention_norms()
-        for branch, norm, key in zip(attention_branches, norms, attention_keys, strict=True):
-            x_BTD = self.add(branch, norm, x_BTD, key)
-
-        # `mlp_key` drops outputs of the MLP, and `hidden_key` its activations.
-        hidden_key = None if mlp_key is None else jax.random.fold_in(mlp_key, 1)
-
-        def mlp_branch(x_BTD: jax.Array) -> jax.Array:
-            return self.mlp(x_BTD, hidden_key)
-
-        return self.add(mlp_branch, self.mlp_norm, x_BTD, mlp_key)
-
-    def attention_norms(self) -> list[Norm]:
-        """Returns the norm of each attention branch."""
-        return [self.attention_norm]
-
-    def add(self, branch: Branch, norm: Norm, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns the stream after a residual branch, with norm and dropout."""
         rate = self.config.dropout
         if self.config.norm_position == 'post':
             return norm(x_BTD + drop(branch(x_BTD), rate, key))
@@ -233,13 +196,22 @@ class CrossBlock(Block):
             cross_mask: The mask of cross-attention.
         """
         # Two keys for attention probabilities, then one for each of the three branches.
-        self_key, cross_key, *branch_keys = split_key(dropout_key, 5)
-        self_branch = self.attention_branch(self.attention, mask, self_key)
-        cross_branch = self.attention_branch(self.cross_attention, cross_mask, cross_key, y_BSD)
-        return self.run_branches([self_branch, cross_branch], x_BTD, branch_keys)
-
-    def attention_norms(self) -> list[Norm]:
-        return [self.attention_norm, self.cross_norm]
+        keys = split_key(dropout_key, 5)
+        self_probability_key, cross_probability_key, self_key, cross_key, mlp_key = keys
+        rate = self.config.probability_dropout
+        attend_to_self = functools.partial(
+            self.attention, mask=mask, dropout=rate, dropout_key=self_probability_key
+        )
+        attend_to_source = functools.partial(
+            self.cross_attention,
+            mask=cross_mask,
+            y_BSD=y_BSD,
+            dropout=rate,
+            dropout_key=cross_probability_key,
+        )
+        x_BTD = self.add_branch(attend_to_self, self.attention_norm, x_BTD, self_key)
+        x_BTD = self.add_branch(attend_to_source, self.cross_norm, x_BTD, cross_key)
+        return self.add_mlp(x_BTD, mlp_key)
 
 
 def module_key(key: jax.Array, name: str) -> jax.Array:

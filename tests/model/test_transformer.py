@@ -349,7 +349,8 @@ def test_the_layers_of_a_model_compute_what_its_blocks_compute():
 
         # The first axis of all block parameters is the layer.
         block = jax.tree.map(operator.itemgetter(index), model.blocks)
-        x_BTD = block.run_branches([layer], x_BTD)
+        x_BTD = block.add_branch(layer, block.attention_norm, x_BTD)
+        x_BTD = block.add_mlp(x_BTD)
     logits_BTV = model.logits(model.normed(x_BTD))
     np.testing.assert_allclose(logits_BTV, model(TOKENS), atol=1e-5)
 
