@@ -118,6 +118,8 @@ def _text(claim: ClaimResult) -> str:
         lines.append(evidence)
     if claim.condition:
         lines.append(f'only if {claim.condition}')
+    if claim.meaning:
+        lines.append(f'means: {claim.meaning}')
     if claim.needed:
         lines.append(f'needs {claim.needed}')
     lines.extend(claim.missing)

@@ -55,6 +55,13 @@ class ClaimVerdict(enum.StrEnum):
     UNDECIDED = 'undecided'
 
 
+# What a verdict in one setting would be in several. `Claim.meanings` has one sentence for both.
+_IN_SEVERAL_SETTINGS = {
+    ClaimVerdict.HOLDS_HERE: ClaimVerdict.HOLDS,
+    ClaimVerdict.FAILS_HERE: ClaimVerdict.FAILS,
+}
+
+
 class Kind(enum.StrEnum):
     """The kind of value that a row holds. MATCHED = SAME_SHAPE + REINVESTED."""
 
@@ -229,9 +236,17 @@ class Claim(Statement):
     measures: tuple[Measure, ...] = ()
     # Replacements for the text after 'holds only if', by the text of `verdicts.condition_of`.
     conditions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # What each verdict means for the choice of an architecture, a sentence without its full stop.
+    # A key of `conditions` takes the place of 'holds only if' in these contexts.
+    meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError if the claim has no evidence, or evidence that is not a tuple."""
+        """Checks the evidence and the meanings.
+
+        Raises:
+            ConfigError: The claim has no evidence, evidence that is not a tuple, or a meaning of
+                something that is neither a verdict nor in `conditions`.
+        """
         for field in ('checks', 'expectations', 'measures'):
             evidence = getattr(self, field)
             if not isinstance(evidence, tuple):
@@ -242,6 +257,17 @@ class Claim(Statement):
             raise ConfigError(
                 f'claim {self.name} has no evidence; give it checks, expectations or measures'
             )
+        verdicts = [str(verdict) for verdict in ClaimVerdict if verdict not in _IN_SEVERAL_SETTINGS]
+        for key, meaning in self.meanings.items():
+            if key not in verdicts and key not in self.conditions:
+                raise ConfigError(
+                    f'meanings of claim {self.name} has the key {key!r}, which must be one of '
+                    f'{", ".join(verdicts)}, or a key of its conditions'
+                )
+            if not isinstance(meaning, str):
+                raise ConfigError(
+                    f'meanings[{key!r}] of claim {self.name} must be a text, not {meaning!r:.80}'
+                )
 
     @property
     def studies(self) -> tuple[str, ...]:
@@ -249,6 +275,17 @@ class Claim(Statement):
         evidence: tuple[Expectation | Measure, ...] = (*self.expectations, *self.measures)
         names = dict.fromkeys(item.study for item in evidence)
         return tuple(names)
+
+    def meaning_of(self, verdict: ClaimVerdict, contexts: str | None = None) -> str | None:
+        """Returns what a verdict means, if declared.
+
+        Args:
+            verdict: The verdict on the claim.
+            contexts: The contexts in which it holds, as `verdicts.condition_of` describes them.
+        """
+        if contexts is not None and contexts in self.meanings:
+            return self.meanings[contexts]
+        return self.meanings.get(_IN_SEVERAL_SETTINGS.get(verdict, verdict))
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """Returns the expectations whose arms are trained at a scale."""
@@ -267,6 +304,7 @@ class ClaimResult(Statement):
     verdict: str  # a value of `ClaimVerdict`
     rows: tuple[Row, ...] = ()
     condition: str | None = None  # what follows 'holds only if', such as 'size: d_model=64'
+    meaning: str | None = None  # what the verdict means for the choice of an architecture
     needed: str | None = None  # what would decide an undecided claim, e.g. more seeds
     missing: tuple[str, ...] = ()  # a sentence for each missing result
     studies: tuple[str, ...] = ()

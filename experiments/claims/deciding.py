@@ -35,7 +35,12 @@ from experiments.claims.claim import (
 from experiments.claims.needs import needed
 from experiments.claims.protocol import pick
 from experiments.claims.studies import Results, context_of
-from experiments.claims.verdicts import condition_of, decide_relation, verdict_on
+from experiments.claims.verdicts import (
+    condition_of,
+    decide_relation,
+    is_of_one_setting,
+    verdict_on,
+)
 from qkattn.config.calls import call_with_config_errors
 from qkattn.errors import ConfigError
 from qkattn.report.prose import NOT_RECORDED, SPLITS, device, length_words
@@ -108,6 +113,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         last_rows=[*_rows_beside(every_case), *measured],
         complete=not missing,
     )
+    contexts: str | None = None
     condition: str | None = None
     needs: str | None = None
     if outcome.verdict == ClaimVerdict.HOLDS_ONLY_IF:
@@ -127,6 +133,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         verdict=outcome.verdict,
         rows=tuple(outcome.rows),
         condition=condition,
+        meaning=_meaning(claim, outcome, contexts),
         needed=needs,
         missing=tuple(missing),
         studies=tuple(studies),
@@ -242,6 +249,15 @@ def _outcome(
         # The verdict is about single rows, so all rows share ALPHA.
         outcome = test_arms(num_sharing=max(1, len(every_case) + num_untrained))
     return outcome
+
+
+def _meaning(claim: Claim, outcome: _Outcome, contexts: str | None) -> str | None:
+    """Returns what the verdict means, if declared: 'in the one setting tried, Q = K costs ...'."""
+    meaning = claim.meaning_of(outcome.verdict, contexts)
+    is_decided = outcome.verdict != ClaimVerdict.UNDECIDED
+    if meaning and is_decided and is_of_one_setting(outcome.rows):
+        return f'in the one setting tried, {meaning}'
+    return meaning
 
 
 def _needs(

@@ -465,6 +465,7 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
         ('', True),
         ('claim', True),
         ('verdict', True),
+        ('what it means', True),
         ('number [95 % interval]', True),
     ]
     lines = []
@@ -479,7 +480,8 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
             verdict += f', needs {short_need}'
         row = claim.decisive
         evidence = f'{amount(row)}, {row.quantity}' if row else NONE
-        lines.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, evidence])
+        meaning = claim.meaning or NONE
+        lines.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, meaning, evidence])
     return markdown_table(titles, lines)
 
 

@@ -156,14 +156,20 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
     if not complete or not (is_true or is_false):
         return ClaimVerdict.UNDECIDED
 
+    in_one_setting = is_of_one_setting(deciding)
+    if is_true:
+        return ClaimVerdict.HOLDS_HERE if in_one_setting else ClaimVerdict.HOLDS
+    return ClaimVerdict.FAILS_HERE if in_one_setting else ClaimVerdict.FAILS
+
+
+def is_of_one_setting(rows: Iterable[Row]) -> bool:
+    """Returns whether training decides a claim, and only one setting was trained."""
+    deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
     settings = {tuple(row.context.get(factor) for factor in SETTING) for row in deciding}
     # Exact checks have no size, corpus or steps.
     settings.discard((None,) * len(SETTING))
     is_exact = all(row.kind == Kind.EXACT for row in deciding)
-    has_enough_settings = is_exact or len(settings) > 1
-    if is_true:
-        return ClaimVerdict.HOLDS if has_enough_settings else ClaimVerdict.HOLDS_HERE
-    return ClaimVerdict.FAILS if has_enough_settings else ClaimVerdict.FAILS_HERE
+    return not is_exact and len(settings) <= 1
 
 
 def condition_of(rows: Iterable[Row]) -> str:

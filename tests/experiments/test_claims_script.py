@@ -36,6 +36,7 @@ CLAIMS_HERE = {
         **TEXTS,
         checks=(true_on_the_left_alone,),
         conditions={'side: left': 'one is left'},
+        meanings={'side: left': 'one can be left out on the left'},
     ),
     'E8': Claim(name='E8', **TEXTS, expectations=(SUPPORTED,)),
     'E9': Claim(name='E9', **TEXTS, expectations=(REFUTED, UNTRAINED)),
@@ -77,6 +78,7 @@ def test_claims_are_decided_and_exported_with_their_studies(exporting, export_di
     # The check of E7 is true only for side='left', which E7 describes as 'one is left'.
     assert 'E7  holds' in text
     assert ' only if one is left\n' in text
+    assert ' means: one can be left out on the left\n' in text
     assert 'holds for' not in text
 
     # The study fair_small supports E8. E9 also needs the study masked_lm, which is missing.

@@ -16,6 +16,17 @@ A1 = Claim(
     conditions={
         'between W_Q and W_K: nothing': 'nothing acts between W_Q and W_K, as RoPE or QK-norm would'
     },
+    meanings={
+        'holds': (
+            'one W_QK per head can replace W_Q and W_K without changing the function, whatever '
+            'acts between them'
+        ),
+        'between W_Q and W_K: nothing': (
+            'one W_QK per head can replace W_Q and W_K without changing the function, but not '
+            'with RoPE or QK-norm'
+        ),
+        'fails': 'one W_QK per head cannot replace W_Q and W_K without changing the function',
+    },
 )
 
 A2 = Claim(
@@ -27,6 +38,15 @@ A2 = Claim(
     rule='Holds if the parameters counted on layers are N D^2 and 2 N D H at every D and H, '
     'and merging adds parameters exactly where D > 2 H.',
     checks=(counts.merged_against_factored,),
+    meanings={
+        'holds': (
+            'merging W_Q and W_K costs parameters, unless a head is at least half as wide as the '
+            'model'
+        ),
+        'fails': (
+            'count the parameters of your layer: D > 2 H does not say whether merging adds any'
+        ),
+    },
 )
 
 A3 = Claim(
@@ -38,6 +58,16 @@ A3 = Claim(
     source=threads.TWO_MATRICES,
     rule='Holds if the compiled programs have these counts, and the counts cross at this T.',
     checks=(counts.multiply_adds, counts.where_they_cross),
+    meanings={
+        'holds': (
+            'merging W_Q and W_K never saves multiply-adds if a head is at most half as wide as '
+            'the model'
+        ),
+        'fails': (
+            'measure your layer: these formulas do not give the multiply-adds of its compiled '
+            'program'
+        ),
+    },
 )
 
 A4 = Claim(
@@ -48,6 +78,13 @@ A4 = Claim(
     source=threads.EVERY_HEAD,
     rule='Holds if both compute the same output in float64 and have equally many parameters.',
     checks=(rewrites.side_by_side,),
+    meanings={
+        'holds': (
+            'one square projection and a narrow one per head are the same layer, so either can '
+            'be used'
+        ),
+        'fails': 'one square projection and a narrow one per head are different layers',
+    },
 )
 
 A5 = Claim(
@@ -59,6 +96,12 @@ A5 = Claim(
     rule='Holds if these are the counts at every N, and the patterns of N heads are linearly '
     'independent.',
     checks=(counts.heads_of_a_fixed_width,),
+    meanings={
+        'holds': (
+            'dividing D among more heads gives more attention patterns at no cost in parameters'
+        ),
+        'fails': 'dividing D among more heads adds parameters, or gives no more attention patterns',
+    },
 )
 
 A6 = Claim(
@@ -73,4 +116,22 @@ A6 = Claim(
         Expectation('lm_added', 'full_size/vo', 'better', context={'scores': 'W_Q W_K^T'}),
         Expectation('lm_dropped', 'merged/vo', 'better', context={'scores': 'W_QK'}),
     ),
+    meanings={
+        'holds': (
+            'scores of rank D in every head lower the loss by more than the margin, as two full '
+            'matrices and as one W_QK'
+        ),
+        'holds only if': (
+            'whether scores of rank D in every head lower the loss by more than the margin '
+            'depends on how they are written, or on the setting'
+        ),
+        'fails': (
+            'scores of rank D in every head do not pay: the loss is not lower by more than the '
+            'margin, with two full matrices or with one W_QK'
+        ),
+        'undecided': (
+            'not known whether scores of rank D in every head lower the loss by more than the '
+            'margin'
+        ),
+    },
 )

@@ -22,6 +22,18 @@ B1 = Claim(
     'the parameters; biases, RoPE and more heads are contexts.',
     checks=(rewrites.queries_of_one_head, rewrites.queries_of_many_heads),
     conditions={'layer: single head': 'the layer has a single head, without biases or RoPE'},
+    meanings={
+        'holds': (
+            'a layer can drop W_Q and a quarter of its attention parameters without losing '
+            'functions'
+        ),
+        'layer: single head': (
+            'a single head can drop W_Q and a quarter of its attention parameters without losing '
+            'functions; with biases, RoPE or more heads, dropping it loses functions or saves no '
+            'parameters'
+        ),
+        'fails': 'dropping W_Q loses functions or saves no parameters, even in a single head',
+    },
 )
 
 B2 = Claim(
@@ -44,6 +56,23 @@ B2 = Claim(
         ),
     ),
     measures=(Measure('lm_one_head', partial(measures.growth, variant='query_free/vo')),),
+    meanings={
+        'holds': (
+            'dropping W_Q from a single head costs the reported 0.01 nats/token, and no more '
+            'later in training'
+        ),
+        'holds only if': (
+            'dropping W_Q from a single head costs the reported 0.01 nats/token in some settings '
+            'only'
+        ),
+        'fails': (
+            'what dropping W_Q from a single head costs is not the reported 0.01 nats/token, but '
+            'the difference measured here'
+        ),
+        'undecided': (
+            'not known whether dropping W_Q from a single head costs the reported 0.01 nats/token'
+        ),
+    },
 )
 
 B3 = Claim(
@@ -58,6 +87,17 @@ B3 = Claim(
     'float64. For comparison, a trained head is rewritten without W_Q (trained, one product in '
     'place of two). The optimizer is a context.',
     checks=(rewrites.trained_apart,),
+    meanings={
+        'holds': 'a single head trains to the same function with and without W_Q, up to rounding',
+        'holds only if': (
+            'a single head trains to the same function with and without W_Q only with some '
+            'optimizers'
+        ),
+        'fails': (
+            'W_Q of a trained single head can be merged away, but a head that is trained without '
+            'it learns another function'
+        ),
+    },
 )
 
 B4 = Claim(
@@ -81,6 +121,29 @@ B4 = Claim(
             'every head reads all of X through a D x D matrix W_QK of its own (merged/vo)'
         ),
     },
+    meanings={
+        'holds': (
+            'W_Q or W_K can be dropped, or both merged, at equal parameter count without a loss '
+            'beyond the margin'
+        ),
+        'holds only if': (
+            'dropping W_Q, dropping W_K or merging them costs more than the margin in one form or '
+            'setting, and not in another'
+        ),
+        'reading: all of X in every head': (
+            'W_Q and W_K can be merged into one W_QK per head at equal parameter count without a '
+            'loss beyond the margin; heads that take slices of X in place of W_Q or W_K are not '
+            'shown to do as well, and in at least one form lose more than the margin'
+        ),
+        'fails': (
+            'dropping W_Q, dropping W_K and merging them each cost more than the margin at equal '
+            'parameter count'
+        ),
+        'undecided': (
+            'not known whether W_Q or W_K can be dropped, or both merged, without a loss beyond '
+            'the margin'
+        ),
+    },
 )
 
 B5 = Claim(
@@ -102,6 +165,23 @@ B5 = Claim(
         for scale, depths in DEPTHS.items()
         for layers, times in depths.items()
     ),
+    meanings={
+        'holds': (
+            'more layers of a single head lower the loss by more than the margin at equal '
+            'parameter count'
+        ),
+        'holds only if': (
+            'more layers of a single head lower the loss by more than the margin at some depths '
+            'or sizes only'
+        ),
+        'fails': (
+            'more layers of a single head do not pay: at equal parameter count the loss is not '
+            'lower by more than the margin'
+        ),
+        'undecided': (
+            'not known whether more layers of a single head lower the loss by more than the margin'
+        ),
+    },
 )
 
 B6 = Claim(
@@ -123,6 +203,29 @@ B6 = Claim(
             'losses are read after a quarter or half of the steps, not after three quarters'
         ),
     },
+    meanings={
+        'holds': (
+            'every point before annealing is too early to compare variants: the difference of '
+            'some variant is more than the margin from its final one'
+        ),
+        'holds only if': (
+            'some points before annealing are too early to compare variants: the difference of '
+            'some variant is more than the margin from its final one'
+        ),
+        'fraction of the steps: 0.25': (
+            'a quarter of the steps is too early to compare variants; after three quarters, no '
+            'difference is more than the margin from its final one'
+        ),
+        'fraction of the steps: 0.25; 0.5': (
+            'a quarter or half of the steps is too early to compare variants; after three '
+            'quarters, no difference is more than the margin from its final one'
+        ),
+        'fails': (
+            'variants can be compared before annealing: no difference is more than the margin '
+            'from its final one'
+        ),
+        'undecided': 'not known whether variants can be compared before annealing',
+    },
 )
 
 B7 = Claim(
@@ -139,6 +242,27 @@ B7 = Claim(
         for rank in (1, 4, 12)
     ),
     conditions={'rank: 12': 'the rank is 12, half of the head size 24, and not 4 or 1'},
+    meanings={
+        'holds': (
+            'every lower rank tried for W_Q W_K^T is enough: no loss beyond the margin at equal '
+            'parameter count'
+        ),
+        'holds only if': (
+            'some lower ranks of W_Q W_K^T are enough, without a loss beyond the margin, and some '
+            'are not'
+        ),
+        'rank: 12': (
+            'half of the head size is enough as the rank of W_Q W_K^T: no loss beyond the margin '
+            'at equal parameter count; a far lower rank costs more'
+        ),
+        'fails': (
+            'W_Q W_K^T needs a rank as large as the head: each lower one tried costs more than '
+            'the margin'
+        ),
+        'undecided': (
+            'not known whether W_Q W_K^T can have a lower rank without a loss beyond the margin'
+        ),
+    },
 )
 
 B8 = Claim(
@@ -157,4 +281,19 @@ B8 = Claim(
             ('merged/vo', {'cross-attention': 'W_QK'}),
         )
     ),
+    meanings={
+        'holds': (
+            'in cross-attention, W_Q or W_K can be dropped, or both merged, at equal parameter '
+            'count without a loss beyond the margin'
+        ),
+        'holds only if': (
+            'in cross-attention, dropping W_Q, dropping W_K or merging them costs more than the '
+            'margin in one form or setting, and not in another'
+        ),
+        'fails': (
+            'in cross-attention, dropping W_Q, dropping W_K and merging them each cost more than '
+            'the margin'
+        ),
+        'undecided': 'not known whether cross-attention can do without W_Q or W_K',
+    },
 )

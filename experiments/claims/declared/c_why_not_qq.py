@@ -36,6 +36,20 @@ C1 = Claim(
             'row'
         ),
     },
+    meanings={
+        'holds': (
+            'one matrix for queries and keys ties the scores of each pair of tokens, halves what '
+            'they can express, and makes tokens attend to themselves at initialization'
+        ),
+        'part: symmetry; half of A; half of the pattern, T > D; half of the pattern, T > D, '
+        'causal mask; diagonal the largest of its row, H > 2 ln T; diagonal has the largest score '
+        'of all': (
+            'one matrix for queries and keys ties the scores of each pair of tokens, halves what '
+            'they can express in sequences longer than D, and makes tokens attend to themselves '
+            'at initialization if heads are wide'
+        ),
+        'fails': 'one matrix for queries and keys restricts the scores in none of these ways',
+    },
 )
 
 C2 = Claim(
@@ -48,6 +62,24 @@ C2 = Claim(
     'width.',
     reported='d_model from 128 to 2048: works, saves parameters, performs worse',
     expectations=(Expectation('translation', TIED, 'worse', at=Kind.SAME_SHAPE),),
+    meanings={
+        'holds': (
+            'one matrix for queries and keys in the encoder of a translator costs more than the '
+            'margin at the same shape'
+        ),
+        'holds only if': (
+            'one matrix for queries and keys in the encoder of a translator costs more than the '
+            'margin at some widths only'
+        ),
+        'fails': (
+            'one matrix for queries and keys in the encoder of a translator does not cost more '
+            'than the margin, even at the same shape'
+        ),
+        'undecided': (
+            'not known whether one matrix for queries and keys in the encoder of a translator '
+            'costs more than the margin'
+        ),
+    },
 )
 
 C3 = Claim(
@@ -59,6 +91,24 @@ C3 = Claim(
     rule='Holds if one matrix for queries and keys is not better by more than the margin at equal '
     'parameter count, at every width.',
     expectations=(Expectation('translation', TIED, 'not_better'),),
+    meanings={
+        'holds': (
+            'one matrix for queries and keys in the encoder of a translator does not pay: with '
+            'its savings reinvested, the loss is not lower by more than the margin'
+        ),
+        'holds only if': (
+            'one matrix for queries and keys in the encoder of a translator pays at some widths '
+            'only, with its savings reinvested'
+        ),
+        'fails': (
+            'one matrix for queries and keys in the encoder of a translator pays: with its '
+            'savings reinvested, the loss is lower by more than the margin'
+        ),
+        'undecided': (
+            'not known whether one matrix for queries and keys in the encoder of a translator '
+            'pays, with its savings reinvested'
+        ),
+    },
 )
 
 C4 = Claim(
@@ -75,6 +125,21 @@ C4 = Claim(
         ),
         Expectation('translation', WITHOUT_V, 'not_better', context={'shape': 'matched'}),
     ),
+    meanings={
+        'holds': (
+            'dropping W_V from the encoder of a translator costs more than the margin at the same '
+            'shape, and does not pay at equal parameter count'
+        ),
+        'holds only if': (
+            'what dropping W_V from the encoder of a translator costs depends on the width, or on '
+            'where its savings go'
+        ),
+        'fails': (
+            'dropping W_V from the encoder of a translator costs no more than the margin at the '
+            'same shape, and pays at equal parameter count'
+        ),
+        'undecided': 'not known what dropping W_V from the encoder of a translator costs',
+    },
 )
 
 C5 = Claim(
@@ -86,6 +151,21 @@ C5 = Claim(
     rule='Holds if the encoder without W_O is not better by more than the margin at equal '
     'parameter count, at every width.',
     expectations=(Expectation('translation', WITHOUT_O, 'not_better'),),
+    meanings={
+        'holds': (
+            'dropping W_O from the encoder of a translator does not pay: at equal parameter '
+            'count, the loss is not lower by more than the margin'
+        ),
+        'holds only if': 'dropping W_O from the encoder of a translator pays at some widths only',
+        'fails': (
+            'dropping W_O from the encoder of a translator pays: at equal parameter count, the '
+            'loss is lower by more than the margin'
+        ),
+        'undecided': (
+            'not known whether dropping W_O from the encoder of a translator pays at equal '
+            'parameter count'
+        ),
+    },
 )
 
 C6 = Claim(
@@ -110,6 +190,29 @@ C6 = Claim(
     conditions={
         'conclusion: as in C2; as in C3': 'it is about Q = K, not W_O; W_V is left open',
     },
+    meanings={
+        'holds': (
+            'what Q = K, no W_V and no W_O cost the encoder of a translator, they also cost '
+            'encoder-only and decoder-only models'
+        ),
+        'holds only if': (
+            'some conclusions on the encoder of a translator carry over to encoder-only and '
+            'decoder-only models, and some do not'
+        ),
+        'conclusion: as in C2; as in C3': (
+            'in encoder-only and decoder-only models, Q = K costs more than the margin at the same '
+            'shape and does not pay at equal parameter count; without W_V or W_O, they do not all '
+            'lose as translators do'
+        ),
+        'fails': (
+            'no conclusion on the encoder of a translator carries over to encoder-only or '
+            'decoder-only models'
+        ),
+        'undecided': (
+            'not known whether conclusions on the encoder of a translator carry over to '
+            'encoder-only and decoder-only models'
+        ),
+    },
 )
 
 C7 = Claim(
@@ -123,4 +226,14 @@ C7 = Claim(
     'W_Q M and W_K M^-T, or with W_V M and M^-1 W_O; if another W_V and W_O leave the pattern '
     'unchanged; and if Q Q^T ties each pair of scores.',
     checks=(rewrites.worked_by_hand, rewrites.where_and_what, rewrites.gauge),
+    meanings={
+        'holds': (
+            'only the products W_Q W_K^T and W_V W_O matter: the first decides where a head '
+            'attends, the second what it moves, and each can be rewritten without the other'
+        ),
+        'fails': (
+            'the two pairs of matrices do more than their products say, so rewriting one changes '
+            'the layer'
+        ),
+    },
 )

@@ -19,6 +19,20 @@ D1 = Claim(
             'the shared projection is at least as wide as the model'
         ),
     },
+    meanings={
+        'holds': (
+            'a shared projection before the matrices of the heads adds no functions, whatever its '
+            'width'
+        ),
+        'width of the shared projection: R >= D': (
+            'a shared projection before the matrices of the heads adds no functions, and loses '
+            'some if it is narrower than the model'
+        ),
+        'fails': (
+            'a shared projection before the matrices of the heads changes what attention can '
+            'express'
+        ),
+    },
 )
 
 D2 = Claim(
@@ -36,6 +50,23 @@ D2 = Claim(
             ('double/double', 'W_Q, W_K, W_V'),
         )
     ),
+    meanings={
+        'holds': (
+            'two matrices in a row change the loss by more than the margin, although they express '
+            'the same functions'
+        ),
+        'holds only if': (
+            'two matrices in a row change the loss by more than the margin for some of W_Q, W_K '
+            'and W_V, or in some settings'
+        ),
+        'fails': (
+            'two matrices in a row train like one, within the margin, so the second one is not '
+            'worth its parameters'
+        ),
+        'undecided': (
+            'not known whether two matrices in a row change the loss by more than the margin'
+        ),
+    },
 )
 
 D3 = Claim(
@@ -51,5 +82,16 @@ D3 = Claim(
         'optimizer: Adam, entry by entry': (
             'the optimizer updates each entry by itself, as Adam does and Muon does not'
         ),
+    },
+    meanings={
+        'holds': (
+            'it does not matter whether the matrices of the heads are stored as one, whatever the '
+            'optimizer'
+        ),
+        'optimizer: Adam, entry by entry': (
+            'with Adam it does not matter whether the matrices of the heads are stored as one; '
+            'with Muon, which updates whole matrices, it does'
+        ),
+        'fails': 'it matters whether the matrices of the heads are stored as one, even with Adam',
     },
 )

@@ -30,6 +30,21 @@ E1 = Claim(
         Expectation('lm_twelve_heads', 'query_free/vo', 'equivalent', at=at, context=shape)
         for at, shape in SHAPES
     ),
+    meanings={
+        'holds': 'with twelve heads, W_Q can be dropped: the loss stays within the margin',
+        'holds only if': (
+            'with twelve heads, W_Q can be dropped without leaving the margin only at one shape, '
+            'or in some settings'
+        ),
+        'fails': (
+            'with twelve heads, dropping W_Q changes the loss by more than the margin, at the '
+            'same shape and at equal parameter count'
+        ),
+        'undecided': (
+            'not known whether dropping W_Q from twelve heads changes the loss by more than the '
+            'margin'
+        ),
+    },
 )
 
 E2 = Claim(
@@ -46,6 +61,20 @@ E2 = Claim(
         Expectation('lm_added', 'nonlinear_query/vo', 'better', context={'baseline': 'tuned'}),
     ),
     measures=(Measure('lm_untuned', partial(measures.at_one_rate, variant='nonlinear_query/vo')),),
+    meanings={
+        'holds': (
+            'a nonlinear query lowers the loss by more than the margin, with and without tuning'
+        ),
+        'holds only if': (
+            'a nonlinear query lowers the loss by more than the margin against one of a tuned and '
+            'an untuned baseline, or in some settings'
+        ),
+        'fails': (
+            'a nonlinear query does not pay: the loss is not lower by more than the margin, with '
+            'or without tuning'
+        ),
+        'undecided': 'not known whether a nonlinear query lowers the loss by more than the margin',
+    },
 )
 
 E3 = Claim(
@@ -70,6 +99,23 @@ E3 = Claim(
             'masked_lm', 'shared_qk/vo', 'worse', at='matched', context={'shape': 'matched'}
         ),
     ),
+    meanings={
+        'holds': (
+            'one matrix for queries and keys costs a masked language model more than the margin, '
+            'at the same shape and at equal parameter count'
+        ),
+        'holds only if': (
+            'one matrix for queries and keys costs a masked language model more than the margin '
+            'at one shape, or in some settings'
+        ),
+        'fails': (
+            'one matrix for queries and keys costs a masked language model no more than the margin'
+        ),
+        'undecided': (
+            'not known whether one matrix for queries and keys costs a masked language model more '
+            'than the margin'
+        ),
+    },
 )
 
 GQA_COSTS = [
@@ -108,6 +154,27 @@ E4 = Claim(
             'count) from K = V to Q = K'
         ),
     },
+    meanings={
+        'holds': (
+            'less sharing is better: each step from GQA to MQA, K = V, Q = K and Q = K = V costs '
+            'more than the margin'
+        ),
+        'holds only if': (
+            'some steps from GQA to MQA, K = V, Q = K and Q = K = V cost more than the margin, '
+            'and some do not'
+        ),
+        'shape: equal, order: after MQA; shape: equal, order: after Q = K; shape: matched, order: '
+        'after MQA; shape: matched, order: after K = V; shape: matched, order: after Q = K': (
+            'sharing key/value heads is the first choice: the steps to GQA and MQA are not shown '
+            'to cost more than the margin, while the further steps to K = V, Q = K and Q = K = V '
+            'each do at equal parameter count'
+        ),
+        'fails': (
+            'the order GQA, MQA, K = V, Q = K, Q = K = V is no guide: no step in it costs more '
+            'than the margin'
+        ),
+        'undecided': 'not known in which order GQA, MQA, K = V, Q = K and Q = K = V cost more',
+    },
 )
 
 E5 = Claim(
@@ -121,6 +188,17 @@ E5 = Claim(
     'one matrix; where the decay acts is a context.',
     checks=(rewrites.least_penalty, rewrites.shrunk_spectra),
     conditions={'decay: in the loss': 'the decay is part of the loss; the decay of AdamW is not'},
+    meanings={
+        'holds': (
+            'merging W_Q and W_K changes what weight decay does: two matrices are pulled towards '
+            'low rank, one is not'
+        ),
+        'decay: in the loss': (
+            'merging W_Q and W_K changes what a decay in the loss does: two matrices are pulled '
+            'towards low rank, one is not; this does not describe the decay of AdamW'
+        ),
+        'fails': 'weight decay does not pull W_Q W_K^T towards low rank',
+    },
 )
 
 E6 = Claim(
@@ -140,4 +218,19 @@ E6 = Claim(
         )
         for destination in ('d_ff', 'num_heads', 'num_layers')
     ),
+    meanings={
+        'holds': (
+            'where the saved parameters go matters: with K = V, every other destination changes '
+            'the loss by more than the margin'
+        ),
+        'holds only if': (
+            'with K = V, some destinations of the saved parameters change the loss by more than '
+            'the margin, and some do not'
+        ),
+        'fails': (
+            'where the saved parameters go does not matter: with K = V, all destinations agree '
+            'within the margin'
+        ),
+        'undecided': 'not known whether it matters where the saved parameters go',
+    },
 )

@@ -97,6 +97,45 @@ def test_a_claim_that_only_the_check_supports_holds_for_the_checks(added):
     assert decided.condition == 'part: checks'
 
 
+MEANINGS = {'holds': 'it costs', 'holds only if': 'it depends', 'undecided': 'not known'}
+
+
+def test_a_verdict_in_one_setting_says_so_in_its_meaning(added):
+    worse = expect('double/double', 'worse', study='lm_added')
+    decided = decide(make_claim(worse, meanings=MEANINGS), 'cpu', added)
+    assert decided.meaning == 'in the one setting tried, it costs'
+
+
+def test_an_undecided_claim_means_what_it_declares(added):
+    worse = expect('nonlinear_query/vo', 'worse', study='lm_added')
+    decided = decide(make_claim(worse, meanings=MEANINGS), 'cpu', added)
+    assert decided.meaning == 'not known'
+
+
+@pytest.mark.parametrize(
+    ('of_contexts', 'meaning'),
+    [({}, 'it depends'), ({'model: decoder': 'decoders pay'}, 'decoders pay')],
+)
+def test_a_meaning_of_the_contexts_precedes_that_of_holds_only_if(of_contexts, meaning, added):
+    worse = expect('double/double', 'worse', study='lm_added')
+    claim = make_claim(
+        worse,
+        checks=(false_check,),
+        conditions={'model: decoder': 'the model is a decoder'},
+        meanings=MEANINGS | of_contexts,
+    )
+    assert decide(claim, 'cpu', added).meaning == f'in the one setting tried, {meaning}'
+
+
+def test_an_exact_verdict_means_what_it_declares(results):
+    claim = make_claim(checks=(sound_check,), meanings=MEANINGS)
+    assert decide(claim, 'cpu', results).meaning == 'it costs'
+
+
+def test_a_claim_without_meanings_has_none(results):
+    assert decide(make_claim(checks=(sound_check,)), 'cpu', results).meaning is None
+
+
 @pytest.fixture(scope='module')
 def three_expectations():
     """Expectations that three arms of lm_added are worse. The study leaves the third one open."""

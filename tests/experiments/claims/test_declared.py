@@ -7,7 +7,7 @@ import runpy
 import pytest
 
 from experiments.claims import declared, studies
-from experiments.claims.claim import Claim, Expectation
+from experiments.claims.claim import Claim, ClaimVerdict, Expectation
 from experiments.claims.declared import d_two_in_a_row
 from experiments.claims.protocol import SCALES
 from qkattn.errors import ConfigError, ReportError
@@ -38,6 +38,28 @@ def test_claims_are_well_formed():
         assert 0 < len(claim.title) <= 65
         assert claim.title[-1] != '.'
         assert claim.checks or claim.expectations or claim.measures
+
+
+def test_every_verdict_of_a_study_has_a_meaning():
+    """A claim that studies decide says what each verdict means."""
+    for name, claim in declared.claims().items():
+        if claim.studies:
+            for verdict in ClaimVerdict:
+                assert claim.meaning_of(verdict), (name, verdict)
+
+
+def test_every_condition_has_a_meaning():
+    for name, claim in declared.claims().items():
+        for contexts in claim.conditions:
+            assert contexts in claim.meanings, name
+
+
+def test_meanings_are_sentences_without_a_full_stop():
+    for claim in declared.claims().values():
+        for meaning in claim.meanings.values():
+            assert 0 < len(meaning) <= 250
+            assert meaning[-1] not in '. '
+            assert '  ' not in meaning
 
 
 MY_CLAIMS = """
@@ -86,6 +108,21 @@ def test_a_claim_without_evidence_is_refused():
     message = 'claim Z9 has no evidence; give it checks, expectations'
     with pytest.raises(ConfigError, match=message):
         Claim(name='Z9', title='none', statement='None.', source='s', rule='r.')
+
+
+TEXTS = {'title': 'one', 'statement': 'One.', 'source': 's', 'rule': 'r.', 'checks': (list,)}
+
+
+def test_a_meaning_of_an_unknown_verdict_is_refused():
+    message = "meanings of claim Z9 has the key 'true', which must be one of holds, holds only if, "
+    with pytest.raises(ConfigError, match=message):
+        Claim(name='Z9', **TEXTS, meanings={'true': 'drop it'})
+
+
+def test_a_meaning_that_is_no_text_is_refused():
+    message = r"meanings\['holds'\] of claim Z9 must be a text, not \('drop', 'it'\)"
+    with pytest.raises(ConfigError, match=message):
+        Claim(name='Z9', **TEXTS, meanings={'holds': ('drop', 'it')})
 
 
 @pytest.mark.parametrize(('field', 'value'), [('relation', 'no_worse'), ('at', 'equal')])

@@ -23,11 +23,14 @@ UNDECIDED = dataclasses.replace(
     STORED['B4'],
     verdict=ClaimVerdict.UNDECIDED,
     condition=None,
+    meaning='not known whether W_Q * W_K is needed',
     seconds=5025.0,
     needed='48 seeds in place of 12',
     missing=('study x has no results',),
 )
-FAILS_HERE = dataclasses.replace(STORED['B6'], verdict=ClaimVerdict.FAILS_HERE, condition=None)
+FAILS_HERE = dataclasses.replace(
+    STORED['B6'], verdict=ClaimVerdict.FAILS_HERE, condition=None, meaning=None
+)
 FAILS = dataclasses.replace(
     STORED['C1'],
     verdict=ClaimVerdict.FAILS,
@@ -214,10 +217,23 @@ def test_the_table_of_verdicts_links_to_the_page_of_each_group(written):
         '[B4](claims_b.md#b4)',
         UNDECIDED.title,
         '○ undecided, needs 48 seeds in place of 12',
+        r'not known whether W_Q \* W_K is needed',
         '+0.0089 [+0.0057, +0.0129] nats/token, query_free/vo',
     )
     line = f'| {" | ".join(cells)} |'
     assert line in text
+
+
+def test_the_section_of_a_claim_says_what_its_verdict_means(written):
+    page = (written / 'claims.md').read_text()
+    assert '\n\nThis means: not known whether W_Q \\* W_K is needed.\n\n' in page
+
+
+def test_a_claim_without_a_meaning_shows_none(written):
+    text = pages.BLOCKS['claims_verdicts'](written, 'results')
+    section = pages.BLOCKS['claims_b'](written, 'results').split('\n## B6: ')[1]
+    assert '| ⊗ fails in this setting | - |' in text
+    assert 'This means' not in section
 
 
 def test_the_page_of_a_group_begins_with_a_title_and_an_introduction(written):
