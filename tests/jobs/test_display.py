@@ -79,8 +79,8 @@ def clock():
 
 
 @pytest.fixture
-def show(clock):
-    """show(stream, label, total_steps, ...) returns a display with the test's clock."""
+def make_progress(clock):
+    """make_progress(stream, label, total_steps, ...) returns a display with the test's clock."""
 
     def make(stream, label, total_steps, *, columns=80, **settings):
         screen = Screen(stream, columns)
@@ -96,15 +96,16 @@ def log(message):
     LogHandler().emit(record)
 
 
-def test_plain_lines_are_printed_every_few_seconds(show, clock):
+def test_plain_lines_are_printed_every_few_seconds(make_progress, clock):
     """On a stream that is no terminal, a line is printed every 4 s.
 
     The run resumes at step 1,041, and a step takes 0.2 s. So 20 steps pass between two lines.
     """
     stream = io.StringIO()
-    # waiting_work=4.0: The runs that have not started are as much work as 4 runs like this one.
+    # Three runs are left, this one included. The two that have not started are as much work as four
+    # runs like this one.
     left = StudyLeft(runs=3, waiting_work=4.0, workers=2)
-    progress = show(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
+    progress = make_progress(stream, 'qk.vo', 1100, tokens_per_step=1000, study=lambda: left)
     assert stream.getvalue() == ''
 
     progress.begin()
@@ -120,27 +121,30 @@ def test_plain_lines_are_printed_every_few_seconds(show, clock):
     loss = 'loss 2.5000 nats/token'
     # Two trials have the validation losses 2.25 and 2.5.
     validation = 'validation loss 2.2500 to 2.5000 nats/token'
-    # The first line has no speed, because one report does not tell how long a step takes.
-    # At step 1,061, the 39 steps left take 7.8 s.
-    # A whole run takes 5 s to compile and 1,100 * 0.2 s of steps, together 225 s.
-    # The waiting work takes 4 * 225 s / 2 workers = 450 s, which is 07:30.
-    # The study's time left is 07:30 plus the time left of this run.
+    speed = '5,000 tokens/s'  # 1,000 tokens in 0.2 s
+    # A whole run takes 5 s to compile and 1,100 * 0.2 s = 220 s of steps, together 225 s. So the
+    # waiting work takes 4 * 225 s / 2 workers = 450 s, which is 07:30. The time left of this run is
+    # added to it. Seconds are rounded down.
     assert stream.getvalue().splitlines() == [
+        # One report does not tell how long a step takes, so there is no speed and no time left.
         f'qk.vo: step 1,041/1,100, 95%, {loss}, 3 runs left',
-        f'qk.vo: step 1,061/1,100, 5,000 tokens/s, 00:07 left, 96%, {loss}, '
+        # The 39 steps left take 39 * 0.2 s = 7.8 s, and 450 s + 7.8 s = 457.8 s.
+        f'qk.vo: step 1,061/1,100, {speed}, 00:07 left, 96%, {loss}, '
         'study 07:37 left with 2 workers, 3 runs left',
-        f'qk.vo: step 1,081/1,100, {validation}, 5,000 tokens/s, 00:03 left, 98%, {loss}, '
+        # The 19 steps left take 19 * 0.2 s = 3.8 s, and 450 s + 3.8 s = 453.8 s.
+        f'qk.vo: step 1,081/1,100, {validation}, {speed}, 00:03 left, 98%, {loss}, '
         'study 07:33 left with 2 workers, 3 runs left',
-        f'qk.vo: step 1,100/1,100, {validation}, 5,000 tokens/s, 100%, {loss}, '
+        # `close` prints the last step, after which this run has no time left.
+        f'qk.vo: step 1,100/1,100, {validation}, {speed}, 100%, {loss}, '
         'study 07:30 left with 2 workers, 3 runs left',
     ]
 
 
-def test_the_display_shows_measured_speeds(show, clock):
+def test_the_display_shows_measured_speeds(make_progress, clock):
     """MFU is model FLOPs utilization: the fraction of the device's peak that the model uses."""
     stream = io.StringIO()
 
-    with show(stream, 'x', 100, tokens_per_step=10) as progress:
+    with make_progress(stream, 'x', 100, tokens_per_step=10) as progress:
         progress.update(1)
         progress.update_speeds({'mfu': 0.4321, 'input_wait_fraction': 0.07})
         clock.seconds += 5
@@ -210,10 +214,10 @@ def test_the_time_left_counts_no_compilation_twice(
         assert seconds_left[step] == pytest.approx(steps_left * time_per_step)
 
 
-def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
+def test_a_display_asks_what_is_left_of_a_study_once_a_minute(make_progress, clock):
     """`begin` asks the study, and so do evaluations at least 60 s after the last question."""
     ask_study = Mock(return_value=StudyLeft(runs=3, waiting_work=4.0, workers=2))
-    progress = show(io.StringIO(), 'x', 100, study=ask_study)
+    progress = make_progress(io.StringIO(), 'x', 100, study=ask_study)
     progress.begin()
     assert ask_study.call_count == 1
 
@@ -228,7 +232,7 @@ def test_a_display_asks_what_is_left_of_a_study_once_a_minute(show, clock):
     assert ask_study.call_count == calls_in_begin + full_minutes
 
 
-def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
+def test_plain_lines_of_a_long_run_are_printed_less_often(make_progress, clock):
     """After the time t, the next line comes t / 20 later, but at least 4 s later.
 
     With a line every 4 s, a day would have 21,600 lines. It has fewer than 170.
@@ -239,7 +243,7 @@ def test_plain_lines_of_a_long_run_are_printed_less_often(show, clock):
     loss = MagicMock(__array__=read_from_device)
     stream = io.StringIO()
 
-    with show(stream, 'x', seconds_per_day) as progress:
+    with make_progress(stream, 'x', seconds_per_day) as progress:
         for step in range(1, seconds_per_day + 1):
             clock.seconds += 1
             progress.update(step, loss)
@@ -290,7 +294,7 @@ def test_a_duration_is_shown_in_hours_minutes_and_seconds(seconds, text):
         ),
     ],
 )
-def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, clock):
+def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, make_progress, clock):
     """Fields that do not fit are left out, and the middle of the label becomes '…'.
 
     The label has between 8 and 24 characters.
@@ -298,7 +302,9 @@ def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, 
     # waiting_work=30.0: The runs that have not started are as much work as 30 runs like this one.
     left = StudyLeft(runs=120, waiting_work=30.0, workers=1)
     stream = Terminal()
-    progress = show(stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=lambda: left)
+    progress = make_progress(
+        stream, LABEL, 4000, columns=columns, tokens_per_step=3000, study=lambda: left
+    )
 
     progress.begin()
     # Step 10 is done after 10 s, and the next 1,190 steps take 10 s.
@@ -324,12 +330,12 @@ def test_the_row_of_a_terminal_shows_more_where_it_is_wider(columns, row, show, 
     assert stream.lines() == ['resuming', row, '']
 
 
-def test_a_phase_that_lasts_is_shown_with_its_seconds(show, clock, caplog):
+def test_a_phase_that_lasts_is_shown_with_its_seconds(make_progress, clock, caplog):
     """A phase is a part of a run without training steps, here a compilation of 49 s."""
     caplog.set_level(logging.DEBUG, 'qkattn')
     stream = Terminal()
 
-    with show(stream, 'qk/vo', 10) as progress, progress.phase('compiling'):
+    with make_progress(stream, 'qk/vo', 10) as progress, progress.phase('compiling'):
         for seconds in range(1, 50):
             clock.seconds += 1
             progress.tick()
@@ -373,12 +379,12 @@ def wait_in_short_phases(clock, progress):
             wait(clock, progress, seconds=3)
 
 
-def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
+def test_a_plain_line_is_printed_at_least_every_five_seconds(make_progress, clock):
     """Lines are printed in short phases, in the first step, between steps and in evaluations."""
     stream = TimedStream(clock)
     start = clock.seconds
 
-    with show(stream, 'x', total_steps=10) as progress:
+    with make_progress(stream, 'x', total_steps=10) as progress:
         wait_in_short_phases(clock, progress)
         progress.begin()
         wait(clock, progress, seconds=12)
@@ -395,11 +401,11 @@ def test_a_plain_line_is_printed_at_least_every_five_seconds(show, clock):
     assert max(seconds_without_a_line) <= 5
 
 
-def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
+def test_short_phases_have_a_plain_line_every_four_seconds(make_progress, clock):
     stream = TimedStream(clock)
     start = clock.seconds
 
-    with show(stream, 'x', total_steps=10) as progress:
+    with make_progress(stream, 'x', total_steps=10) as progress:
         wait_in_short_phases(clock, progress)
         progress.begin()  # the phase 'first steps'
         wait(clock, progress, seconds=3)
@@ -414,10 +420,10 @@ def test_short_phases_have_a_plain_line_every_four_seconds(show, clock):
     ]
 
 
-def test_a_plain_line_of_a_step_without_a_loss_has_no_loss(show, clock):
+def test_a_plain_line_of_a_step_without_a_loss_has_no_loss(make_progress, clock):
     stream = io.StringIO()
 
-    with show(stream, 'x', total_steps=10) as progress:
+    with make_progress(stream, 'x', total_steps=10) as progress:
         progress.update(step=1, loss=1.5)
         clock.seconds += 4
         progress.update(step=2, loss=None)
@@ -429,10 +435,10 @@ def test_a_plain_line_of_a_step_without_a_loss_has_no_loss(show, clock):
     ]
 
 
-def test_a_validation_loss_is_a_plain_line_of_its_own(show):
+def test_a_validation_loss_is_a_plain_line_of_its_own(make_progress):
     stream = io.StringIO()
 
-    with show(stream, 'x', total_steps=10) as progress:
+    with make_progress(stream, 'x', total_steps=10) as progress:
         progress.update(step=2, loss=None)
         progress.update_validation_loss(step=2, loss=2.5)
 

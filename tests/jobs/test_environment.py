@@ -16,8 +16,12 @@ NO_TPU_LIBRARY = RuntimeError(
 )
 
 
-def assertion_of_jax() -> AssertionError:
-    """The error that jax raises if no platform of JAX_PLATFORMS has a device."""
+def no_device_error() -> AssertionError:
+    """The error that jax raises if no platform of JAX_PLATFORMS has a device.
+
+    It is an assertion without a message. Only its traceback shows that it comes from jax's
+    xla_bridge.py.
+    """
     code = compile('assert None is not None', '/jax/_src/xla_bridge.py', 'exec')
     try:
         exec(code)
@@ -35,7 +39,7 @@ def assertion_of_jax() -> AssertionError:
             'cdua', ['0'], UNKNOWN_PLATFORM, "no platform 'cdua'", id='misspelt with a GPU'
         ),
         pytest.param(
-            'cuda', [], assertion_of_jax(), 'finds no device of this platform', id='no GPU'
+            'cuda', [], no_device_error(), 'finds no device of this platform', id='no GPU'
         ),
         pytest.param('tpu', [], NO_TPU_LIBRARY, 'finds no device of this platform', id='no TPU'),
     ],
@@ -62,11 +66,16 @@ def test_a_platform_that_the_machine_lacks_is_a_wrong_setting(
 
 
 @pytest.mark.parametrize(
+    # `accelerators` are the GPUs that jax may use. None means that the machine has accelerators
+    # that cannot be listed, such as TPUs.
     ('platforms', 'accelerators', 'error'),
     [
+        # The machine has what JAX_PLATFORMS names. It may be busy or broken.
         pytest.param('tpu', None, NO_TPU_LIBRARY, id='TPU may be busy'),
-        pytest.param('cuda', ['0'], assertion_of_jax(), id='GPU that fails'),
+        pytest.param('cuda', ['0'], no_device_error(), id='GPU that fails'),
+        # JAX_PLATFORMS cannot be wrong.
         pytest.param(None, [], NO_TPU_LIBRARY, id='JAX_PLATFORMS not set'),
+        # The machine lacks a GPU, but these errors do not come from opening a platform.
         pytest.param('cuda', [], RuntimeError('a bug'), id='another error'),
         pytest.param('cuda', [], AssertionError(), id='another assertion'),
     ],
@@ -74,13 +83,17 @@ def test_a_platform_that_the_machine_lacks_is_a_wrong_setting(
 def test_an_error_with_another_cause_is_not_a_wrong_setting(
     platforms, accelerators, error, monkeypatch
 ):
+    """An error is blamed on JAX_PLATFORMS only if the machine lacks the platform.
+
+    Otherwise it is unexpected, and is shown with its traceback.
+    """
     monkeypatch.delenv('JAX_PLATFORMS', raising=False)
     if platforms is not None:
         monkeypatch.setenv('JAX_PLATFORMS', platforms)
     monkeypatch.setattr(machine, 'accelerators', lambda platforms: accelerators)
     monkeypatch.setattr(machine, 'describe_accelerators', lambda: '4 NVIDIA GPUs')
 
-    # None means that the error is not explained.
+    # None means that the error is unexpected, such as a bug.
     assert cli.outcome(error) is None
 
 

@@ -291,9 +291,10 @@ def test_slices_have_the_shapes_of_their_sizes(monkeypatch):
             lengths = [int(length) for length in topology.split('x')]  # '4x4' -> [4, 4]
             assert math.prod(lengths) == num_chips
 
-            # The size in 'v6e-16' is a number of chips. In 'v5p-16' it is a number of cores.
-            size = tpu.units_per_chip * num_chips
-            machine = hardware(f'{kind}-{size}')
+            # 'v6e-16' names 16 chips, with 1 unit per chip. 'v5p-16' names 16 cores, which are 8
+            # chips, with 2 units (cores) per chip.
+            chips_or_cores = num_chips * tpu.units_per_chip
+            machine = hardware(f'{kind}-{chips_or_cores}')
             chips_per_host = machine.chips
             assert machine.hosts * chips_per_host == num_chips
 

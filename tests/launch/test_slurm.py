@@ -210,10 +210,16 @@ def test_a_wrong_setting_is_not_retried(stand_in_jobs):
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
-    """A job of two processes has four starts: stopped, preempted, crashed and finished.
+    """A job of two processes has four starts.
 
-    The processes run a shell script instead of qkattn. At the first two starts, the script waits
-    for SIGTERM and then ends with 75. SLURM_RESTART_COUNT is empty at the first start.
+    The processes run a shell script instead of qkattn. SLURM_RESTART_COUNT is empty at the first
+    start.
+
+        start  SLURM_RESTART_COUNT  what ends it                          exit code
+        1                           SIGTERM, as before a time limit       75, requeued
+        2      1                    SIGTERM, as another job preempts it   75, requeued
+        3      2                    a crash, of which one is retried      3, requeued
+        4      3                    the end of the script                 0
     """
     script = f"""
     case $SLURM_RESTART_COUNT in
@@ -223,17 +229,15 @@ def test_a_job_that_is_stopped_preempted_or_crashes_is_requeued(stand_in_jobs):
     esac"""
     job = submit(stand_in_jobs, script, '--nodes=2', '--retries=1', *TRAIN)
 
-    # SIGTERM stops the first start. Slurm also sends SIGTERM before a time limit.
     wait_until_started(stand_in_jobs, job)
-    stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)
-    # A job of a higher priority preempts the second start.
+    stand_in_jobs.cluster.call('scancel', '--signal=TERM', job)  # stops the first start
     wait_until_started(stand_in_jobs, job, restart=1)
-    stand_in_jobs.preempt(job)
+    stand_in_jobs.preempt(job)  # submits a job of higher priority, which stops the second start
 
-    # The third start crashes, and one retry is allowed, so there is a fourth.
     log = stand_in_jobs.log_after(job, 'COMPLETED', '0:0', restarts=3)
     assert 'stopped with a checkpoint and is requeued' in log
-    # Only the exit code 3 counts as a crash.
+    # Only the third start counts as a crash. With --retries=1, a job is requeued after its first
+    # crash, but not after a second.
     assert log.count('crashed (1 of at most 2 times)') == 1
     # A line of the log begins with the rank of its process.
     assert '0: finished' in log

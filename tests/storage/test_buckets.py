@@ -117,7 +117,9 @@ def test_the_clock_of_a_bucket_is_read_although_an_answer_is_lost(bucket, monkey
 
     monkeypatch.setattr(bucket, 'put', put_and_lose_answer)
 
-    # The repeated write finds the object of the first one, which no other process can have written.
+    # `now` writes an object of a unique name, without a condition, so the repeated write replaces
+    # the object of the first one. If the write required that no object exists, the repeated write
+    # would be refused.
     assert buckets.now(path) > 0
 
 
@@ -178,7 +180,7 @@ def test_a_bucket_without_credentials_is_refused_soon(bucket, monkeypatch, tmp_p
 
 def test_a_lost_connection_is_not_a_wrong_setting(bucket, monkeypatch):
     """The server answers when its bucket is opened, but is gone when a file is written."""
-    path = as_path('gs://runs/a')
+    path = as_path('gs://runs/a')  # opens the bucket: sends a first request to the server
 
     monkeypatch.setattr(buckets, 'PATIENCE', 0.1)  # seconds
     buckets._client.cache_clear()  # drops open connections

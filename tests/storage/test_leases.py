@@ -152,11 +152,11 @@ def test_two_processes_on_one_machine_do_not_both_take_a_lease(storage, monkeypa
         write_expired_leases(storage)
     leases_of_first_caller = []
 
-    def acquire_first():
+    def take_lease_first():
         leases_of_first_caller.append(storage.acquire())
 
     # The first caller takes the lease after the second caller has found the lease free.
-    call_before_the_next_take(monkeypatch, storage, acquire_first)
+    call_before_the_next_take(monkeypatch, storage, take_lease_first)
     lease_of_second_caller = storage.acquire()
 
     assert lease_of_second_caller is None
@@ -180,12 +180,12 @@ def test_processes_on_two_machines_do_not_both_take_a_lease(storage, monkeypatch
         next_number = 11
     leases_of_other_machine = []
 
-    def write_first():
+    def let_other_machine_take_lease():
         """Writes the lease that process 12 on another machine takes."""
         leases_of_other_machine.append(storage.write_lease('run', number=next_number))
 
     # The other machine takes the lease after this process has found the lease free.
-    call_before_the_next_take(monkeypatch, storage, write_first)
+    call_before_the_next_take(monkeypatch, storage, let_other_machine_take_lease)
     lease_of_this_process = storage.acquire()
 
     assert lease_of_this_process is None
@@ -349,16 +349,15 @@ def test_a_lease_holds_a_run_until_it_expires(storage, monkeypatch, age, expiry,
     """A lease is free if its last renewal was more than `expiry` seconds ago.
 
     The last renewal was `age` seconds ago on the storage's clock. A negative age means a renewal in
-    the future. This machine's clock is an hour ahead, which must not matter.
+    the future. This machine's clock must not matter: a disk is an hour behind it, and a bucket nine
+    hours ahead.
     """
     if storage.in_bucket:
-        # The clock of the bucket is 10 hours ahead.
         storage.server.skew = datetime.timedelta(hours=10)
-        make_directory(storage.directory)  # reads the storage's clock
-    # Another machine holds the lease.
-    storage.write_lease('run', age, expiry)
-    now = time.time
-    monkeypatch.setattr(time, 'time', lambda: now() + HOUR)
+    storage.write_lease('run', age, expiry)  # of a process on another machine
+
+    true_time = time.time
+    monkeypatch.setattr(time, 'time', lambda: true_time() + HOUR)  # of this machine
 
     lease = storage.acquire()
 

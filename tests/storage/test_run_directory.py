@@ -39,6 +39,7 @@ def test_a_directory_has_one_owner(run_path):
     owner = f'^workdir={run_path} is in use by process {os.getpid()} on '
 
     with RunDirectory(run_path, CONFIG) as first:
+        # The right to the directory would be lost if another process took it over.
         assert not first.lost()
         first.metrics.append({'step': 5})
         with pytest.raises(InUseError, match=owner):
