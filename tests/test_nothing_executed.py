@@ -71,12 +71,20 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
     description_file = weights / exported.ABOUT
     description = json.loads(description_file.read_text())
     del description['crc32']  # the checksum, which would not fit the changes below
+    # A score and a value may have options. A pattern has a variant for each layer.
     evil_settings = {
-        'score': f'{evil_name}(a=1)',
-        'value': f'{evil_name}(a=1)',
-        'pattern': f'qk/vo,{evil_name}/vo',
+        'score': 'evil:Name(a=1)',
+        'value': 'evil:Name(a=1)',
+        'pattern': 'qk/vo,evil:Name/vo',
     }
-    refusal = 'qkattn.json names evil:Name, code that is imported only if you name it too; '
+    loading_refusal = (
+        'qkattn.json names evil:Name, code that is imported only if you name it too; '
+        'if you trust it, give --imports=evil:Name'
+    )
+    training_refusal = (
+        'qkattn.json names evil:Name, code that is imported only if you name it too; '
+        "name it in the model's settings too"
+    )
 
     for field, setting in evil_settings.items():
         model = description['model'] | {field: setting}
@@ -84,10 +92,10 @@ def test_exported_parameters_import_only_what_the_user_names(tiny, evil_name, tm
         description_file.write_text(json.dumps(evil_description))
 
         # Loading the parameters is refused, and so is training that begins with them.
-        with refused(f'{refusal}if you trust it, give --imports=evil:Name'):
+        with refused(loading_refusal):
             loading.load(weights)
         run_config = tiny(train={'init_from': str(weights)})
-        with refused(f"{refusal}name it in the model's settings too"):
+        with refused(training_refusal):
             InitialParameters(run_config).load()
 
         # If the user names the code, it is imported, and raises SystemExit.

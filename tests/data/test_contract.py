@@ -104,10 +104,14 @@ def test_a_tokenizer_counts_the_bytes_of_what_it_encodes(tokenizer, data):
         assert np.all(ids < opened.vocab_size)
         assert opened.separator not in ids
 
-        # An unknown character may count as fewer bytes. A separator counts as one byte.
+        # The ids count as many bytes as the text has, or as fewer: a character that is not in the
+        # vocabulary may count as fewer bytes than it has.
         num_bytes = opened.num_bytes(ids)
         assert num_bytes <= len(text.encode())
-        assert opened.num_bytes(np.append(ids, [opened.separator])) == num_bytes + 1
+
+        # A separator counts as one byte.
+        ids_and_separator = np.append(ids, [opened.separator])
+        assert opened.num_bytes(ids_and_separator) == num_bytes + 1
 
         # Encoding the text as bytes gives the same ids.
         assert np.array_equal(opened.encode(text.encode()), ids)
@@ -480,9 +484,9 @@ def test_an_option_changes_the_identity_of_a_tokenizer(data):
 
 
 def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
-    """The identity of the data changes with the source code of their modules.
+    """The identity of the data has hashes of the source code that makes the tokens.
 
-    The module fables defines the corpus, and the module nibbles the tokenizer.
+    Here it is the code of two modules: fables defines the corpus, and nibbles the tokenizer.
     """
     data = dataclasses.replace(data, tokenizer='nibbles:Nibbles')
     before = load_text(data).identity()
@@ -492,7 +496,7 @@ def test_an_edited_module_changes_the_identity_of_the_data(outside, data):
         path.write_text(path.read_text() + '\n# edited\n')
     after = load_text(data).identity()
 
-    assert after['version'] != before['version']
+    assert after['version'] != before['version']  # of the corpus
     assert after['tokenizer'] != before['tokenizer']
     # Fingerprints are hashes of the tokens, which a comment does not change.
     assert after['fingerprints'] == before['fingerprints']

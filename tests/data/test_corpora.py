@@ -197,12 +197,13 @@ def test_few_documents_are_cut_at_line_ends():
 
     Each cut moves to the end of its line.
     """
-    lines = [b'%03d\n' % number for number in range(100)]  # of equal length
+    lines = [b'%03d\n' % number for number in range(100)]  # of 4 bytes each
     text = b''.join(lines)
 
     splits = carved_documents(corpus_of([text, text]))
 
-    # The cuts after 80 and 90 percent fall into the lines '080' and '090', which stay whole.
+    # The text has 400 bytes. Byte 320, after 80 percent, is the first of line '080'. So the cut
+    # moves to the end of this line, which is in train. In the same way, validation gets line '090'.
     assert splits == {
         'train': [b''.join(lines[:81])] * 2,
         'validation': [b''.join(lines[81:91])] * 2,
@@ -212,12 +213,13 @@ def test_few_documents_are_cut_at_line_ends():
 
 def test_few_documents_beside_a_test_split_are_cut_once():
     """If only validation is missing, each document of train is cut after 90 percent."""
-    lines = [b'%03d\n' % number for number in range(100)]  # of equal length
+    lines = [b'%03d\n' % number for number in range(100)]  # of 4 bytes each
     text = b''.join(lines)
 
     splits = carved_documents(corpus_of([text, text], test=[b'x']))
 
-    # The cut falls into the line '090', which stays whole.
+    # The text has 400 bytes. Byte 360, after 90 percent, is the first of line '090'. So the cut
+    # moves to the end of this line.
     assert splits == {
         'train': [b''.join(lines[:91])] * 2,
         'validation': [b''.join(lines[91:])] * 2,
@@ -630,10 +632,10 @@ URL = 'https://files.example.org/lines.txt'
 
 
 @pytest.fixture
-def served(monkeypatch):
+def internet(monkeypatch):
     """Replaces the internet by a dictionary of answers, which is empty at first.
 
-    A test adds the status and the content of an answer, as in served[URL] = (200, TEXT). Without
+    A test adds the status and the content of an answer, as in internet[URL] = (200, TEXT). Without
     any answer, there is no network. The declared sha256 of the file at URL is the hash of TEXT.
     """
     answers = {}
@@ -665,12 +667,12 @@ def fetch_lines(data_dir, **settings):
         pytest.param({URL: (404, TEXT)}, 'cannot be read .*404', id='right content, status 404'),
     ],
 )
-def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, refusal):
+def test_a_file_that_cannot_be_downloaded_is_refused(internet, tmp_path, answers, refusal):
     """A file is refused if it cannot be read or its sha256 is not the hash of TEXT.
 
     `answers` has the status and the content of each URL. Without any answer, there is no network.
     """
-    served.update(answers)
+    internet.update(answers)
 
     # Every message begins with the URL and gives this advice.
     advice = f'put {URL}, unchanged, into a directory and name it in data.manual_dir'
@@ -682,12 +684,12 @@ def test_a_file_that_cannot_be_downloaded_is_refused(served, tmp_path, answers, 
     assert kept_files == ['lock']
 
 
-def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings):
+def test_a_damaged_download_is_downloaded_again(internet, tmp_path, cache_warnings):
     """If the stored file has a wrong hash, it is downloaded again, with one warning.
 
     `fetch_lines` downloads lines.txt once, stores it, and returns its content.
     """
-    served[URL] = (200, TEXT)
+    internet[URL] = (200, TEXT)
     kept_file = tmp_path / 'downloads/lines/lines.txt'
     assert fetch_lines(tmp_path) == TEXT
     assert kept_file.read_bytes() == TEXT
@@ -701,27 +703,27 @@ def test_a_damaged_download_is_downloaded_again(served, tmp_path, cache_warnings
     assert f'{kept_file} has sha256 ' in cache_warnings[0]
 
 
-def test_a_kept_download_is_read_without_network_and_lock(served, tmp_path):
+def test_a_kept_download_is_read_without_network_and_lock(internet, tmp_path):
     """A file that was downloaded before is read even offline and from a read-only disk.
 
     `fetch_lines` downloads lines.txt once, stores it, and returns its content.
     """
-    served[URL] = (200, TEXT)
+    internet[URL] = (200, TEXT)
     fetch_lines(tmp_path)
     lock = tmp_path / 'downloads/lines/lock'
 
     lock.unlink()
-    served.clear()  # there is no network from here on
+    internet.clear()  # there is no network from here on
 
     assert fetch_lines(tmp_path) == TEXT
     # Writing a lock would fail on a read-only disk.
     assert not lock.exists()
 
 
-def test_a_file_in_manual_dir_is_read_in_place_of_a_download(served, tmp_path):
+def test_a_file_in_manual_dir_is_read_in_place_of_a_download(internet, tmp_path):
     """A user without network puts the file into the directory of the setting `manual_dir`.
 
-    The file must have the declared hash, the hash of TEXT. `served` is empty, so there is no
+    The file must have the declared hash, the hash of TEXT. `internet` is empty, so there is no
     network.
     """
     manual_file = tmp_path / 'lines.txt'

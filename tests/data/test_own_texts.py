@@ -303,11 +303,16 @@ def test_the_rule_that_cuts_a_text_changes_its_version(rule):
 
 
 def test_blocks_end_at_line_ends():
-    # The lengths of the lines in each block, without line ends. A block ends with the line that
-    # reaches 1,000 bytes. The first block has 400 + 500 + 97 + 3 * 1 = 1,000 bytes.
-    line_lengths = [[400, 500, 97], [300, 2500], [10, 999], [1, 1]]
+    """With documents='kB=1', a block ends with the line by which it has 1,000 bytes or more."""
+    # The lengths of the lines in each block, without line ends of 1 byte.
+    line_lengths_of_blocks = [
+        [400, 500, 97],  # exactly 1,000 bytes, with 3 line ends
+        [300, 2500],  # 301 bytes are too few. A long line is not cut
+        [10, 999],  # 11 bytes are too few
+        [1, 1],  # the rest of the text
+    ]
     blocks = []
-    for lengths in line_lengths:
+    for lengths in line_lengths_of_blocks:
         blocks.append(b''.join(length * b'x' + b'\n' for length in lengths))
 
     corpus = divide_texts(corpus_of_one_document(b''.join(blocks)), 'kB=1')

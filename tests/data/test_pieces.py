@@ -79,6 +79,7 @@ def word_piece():
     )
 
 
+# In characters.
 PIECE = 2000
 OVERLAP = 400
 
@@ -104,8 +105,8 @@ def encoded_lengths(monkeypatch):
     return lengths
 
 
-def check_pieces(library, text):
-    """Checks that encoding a text in pieces gives the same ids as encoding it at once."""
+def assert_pieces_have_the_same_ids(library, text):
+    """Asserts that encoding a text in pieces gives the same ids as encoding it at once."""
     ids = pieces.encode(library, text)
     assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
 
@@ -127,29 +128,30 @@ def text_of_excerpts_and_odd_texts(rng):
     ids=lambda function: function.__name__,
 )
 def test_a_text_in_pieces_has_the_ids_of_the_whole_text(train_tokenizer, encoded_lengths):
-    """`check_pieces` checks that a text in pieces has the same ids as the whole text."""
     library = train_tokenizer()
 
     # A text that is much longer than a piece.
     long_text = TEXT[:60_000]
-    check_pieces(library, long_text)
+    assert_pieces_have_the_same_ids(library, long_text)
 
     # `encoded_lengths` has the length of every encoded piece. Neighbouring pieces overlap, so there
     # are more pieces than without overlap.
     num_pieces_without_overlap = len(long_text) / PIECE
     assert len(encoded_lengths) > num_pieces_without_overlap
 
-    # A piece that cannot be joined to the next one is encoded again at twice its size.
+    # Two pieces are joined inside of their overlap, where both have the same tokens. If they have
+    # no such place, the first of them is encoded again, with twice as many characters. In this
+    # text, no piece is doubled more than once.
     assert max(encoded_lengths) <= 2 * PIECE
 
     # The shortest texts, and texts about as long as a piece.
     for text in ('', 'a', TEXT[: PIECE - 1], TEXT[: PIECE + 1]):
-        check_pieces(library, text)
+        assert_pieces_have_the_same_ids(library, text)
 
     # Texts in which pieces are hard to join.
     rng = random.Random(0)
     for _ in range(15):
-        check_pieces(library, text_of_excerpts_and_odd_texts(rng))
+        assert_pieces_have_the_same_ids(library, text_of_excerpts_and_odd_texts(rng))
 
 
 def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
@@ -161,7 +163,7 @@ def test_a_word_that_is_longer_than_pieces_is_encoded_whole(encoded_lengths):
     word = 'ab' * 5000
     text = f'{TEXT[:5000]} {word} {TEXT[:5000]}'
 
-    check_pieces(library, text)
+    assert_pieces_have_the_same_ids(library, text)
 
     # One piece has the whole word, but no piece has the whole text.
     assert max(encoded_lengths) > len(word)
@@ -180,5 +182,5 @@ def test_a_vocabulary_of_a_file_encodes_long_documents_in_pieces(tmp_path, encod
 
     assert ids.dtype == np.uint16
     assert ids.tolist() == library.encode(document).ids
-    # The longest piece had PIECE = 2,000 characters.
+    # The longest piece had PIECE = 2,000 characters, so all pieces could be joined.
     assert max(encoded_lengths) == PIECE

@@ -76,12 +76,13 @@ def test_hosts_together_read_the_global_batches():
     second_host = read(slice(2, 4))
     third_host = read(slice(4, 6))
 
-    for batch, *shares in zip(global_batches, first_host, second_host, third_host, strict=True):
-        for name, array in batch.items():
-            arrays_of_hosts = [share[name] for share in shares]
-            for array_of_host in arrays_of_hosts:
-                assert array_of_host.shape == (2, 7)  # rows of 7 tokens
-            assert np.array_equal(np.concatenate(arrays_of_hosts), array)
+    batches_of_hosts = zip(first_host, second_host, third_host, strict=True)
+    for global_batch, host_batches in zip(global_batches, batches_of_hosts, strict=True):
+        for name, global_array in global_batch.items():
+            host_arrays = [host_batch[name] for host_batch in host_batches]
+            for host_array in host_arrays:
+                assert host_array.shape == (2, 7)  # rows of 7 tokens
+            assert np.array_equal(np.concatenate(host_arrays), global_array)
 
 
 @pytest.fixture

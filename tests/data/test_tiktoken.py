@@ -95,13 +95,19 @@ def test_text_may_be_bytes(tiktoken):
 
 
 def test_special_tokens_have_no_bytes_but_the_separator(tiktoken):
+    """Of the special tokens, only the separator counts as a byte."""
     tokenizer = TiktokenTokenizer.open('tiktoken:small')
-    pad = 264
+    pad = 264  # the id of '<|pad|>' in the encoding 'small'
     ids = [*tokenizer.encode('a'), tokenizer.separator, pad, *tokenizer.encode('the')]
     # The bytes of 'a', the separator, the pad and 'the'.
     assert tokenizer.num_bytes(ids) == 1 + 1 + 0 + 3
-    assert tokenizer.decode(ids) == 'a\0<|pad|>the'
+    # A separator is decoded to the character NUL, and another special token to its name.
+    assert tokenizer.decode(ids) == 'a' + '\0' + '<|pad|>' + 'the'
 
+
+def test_an_id_without_a_token_has_no_bytes(tiktoken):
+    """The encoding 'small' has ids up to 265, of which 262 and 263 stand for no token."""
+    tokenizer = TiktokenTokenizer.open('tiktoken:small')
     id_without_token = 263
     assert tokenizer.num_bytes([id_without_token]) == 0
     assert tokenizer.decode([id_without_token]) == ''
