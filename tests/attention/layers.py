@@ -44,8 +44,8 @@ def make(variant: Any, *, seed: int = 0, moved: bool = True, **options: Any) -> 
     return jax.tree.unflatten(tree, leaves)
 
 
-def wide(tree: Any) -> Any:
-    """The same arrays in float64. This needs jax.enable_x64."""
+def in_float64(tree: Any) -> Any:
+    """The same arrays in float64. It works only inside of jax.enable_x64."""
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), tree)
 
 
@@ -259,7 +259,7 @@ def assert_equals_oracle(layer: Attention, x_BTD: jax.Array, mask_BTS: jax.Array
 
 def assert_equals_oracle_in_float64(layer: Attention) -> None:
     with jax.enable_x64(True):
-        layer, x_BTD = wide((layer, stream(d_model=layer.spec.d_model)))
+        layer, x_BTD = in_float64((layer, stream(d_model=layer.spec.d_model)))
         assert_equals_oracle(layer, x_BTD, causal())
 
 

@@ -15,7 +15,7 @@ from qkattn.attention import Attention, AttentionSpec, Mask, SpecError, visible
 from qkattn.attention.parameters import products_once, project
 from qkattn.attention.scores.identity import NeitherFull
 from qkattn.attention.scores.score import Score
-from tests.attention.layers import T, causal, make, stream, wide
+from tests.attention.layers import T, causal, in_float64, make, stream
 from tests.lanes import slow_except
 
 SPEC = AttentionSpec(d_model=32, num_heads=4)
@@ -139,7 +139,7 @@ def test_logits_in_common_have_the_gradients_of_a_query_for_each_head(monkeypatc
     """
     compute_gradients = jax.grad(sum_of_squares, (0, 1))
     with jax.enable_x64(True):
-        layer, x_BTD = wide((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
+        layer, x_BTD = in_float64((make(('neither_full', 'vo'), num_kv_heads=2), stream()))
         got = compute_gradients(layer, x_BTD)
 
         # The general method has a query for each head.

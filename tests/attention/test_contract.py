@@ -17,7 +17,7 @@ from qkattn.errors import SpecError
 from qkattn.train import sharding
 from tests.attention import layers
 from tests.attention.examples import is_from_outside
-from tests.attention.layers import N, T, assert_close, causal, error, make, stream, wide
+from tests.attention.layers import N, T, assert_close, causal, error, in_float64, make, stream
 from tests.lanes import slow_except
 
 OPTIONS = {'qk_norm': True, 'score_scale': 2.0, 'logit_cap': 3.0, 'window': 3, 'positions': 'alibi'}
@@ -46,17 +46,14 @@ def test_a_layer_equals_the_oracle(some):
 
 
 @functools.cache
-def biased_layer_and_gradients(variant: tuple[str, str]) -> tuple[Attention, jax.Array, tuple]:
-    """A layer with biases, its input x, and the gradients of sum |out|^2 by layer and input."""
+def biased_layer_and_input(variant: tuple[str, str]) -> tuple[Attention, jax.Array]:
+    """A layer with biases and its input x, in float64."""
     with jax.enable_x64(True):
-        layer, x_BTD = wide((make(variant, biases=True, residual_gain=0.5), stream()))
-        out_BTD, pull_back = jax.vjp(lambda layer, x_BTD: layer(x_BTD, causal()), layer, x_BTD)
-        gradients = pull_back(2 * out_BTD)
-    return layer, x_BTD, gradients
+        return in_float64((make(variant, biases=True, residual_gain=0.5), stream()))
 
 
 def test_a_layer_equals_the_oracle_in_float64(variant):
-    layer, x_BTD, _ = biased_layer_and_gradients(variant)
+    layer, x_BTD = biased_layer_and_input(variant)
     with jax.enable_x64(True):
         layers.assert_equals_oracle(layer, x_BTD, causal())
 
@@ -68,7 +65,7 @@ def test_logits_are_those_of_the_matrix(score):
     """
     with jax.enable_x64(True):
         layer = make((score, 'vo'), biases=True)
-        layer, x_BTD, y_BSD = wide((layer, stream(), stream(5)))
+        layer, x_BTD, y_BSD = in_float64((layer, stream(), stream(5)))
         circuit = layer.score
 
         # Keys are computed from cached arrays. Several query heads may share a key head.
@@ -82,7 +79,8 @@ def test_logits_are_those_of_the_matrix(score):
         assert_close(got, want, 1e-12, f'logits of {score}, from keys that are cached')
 
 
-def initial(variant: tuple[str, str], **options) -> dict[str, np.ndarray]:
+def initial_parameters(variant: tuple[str, str], **options) -> dict[str, np.ndarray]:
+    """The initial parameters of a layer, by their paths, such as 'score.w_q_DNH'."""
     return layers.by_path(make(variant, moved=False, **options))
 
 
@@ -92,9 +90,9 @@ def is_random(parameter: np.ndarray) -> bool:
 
 
 def test_a_factor_scales_only_the_random_matrices_of_its_group(variant):
-    before = initial(variant)
+    before = initial_parameters(variant)
     for factor, group in (('init_qk', 'score.'), ('init_vo', 'value.')):
-        doubled = initial(variant, **{factor: 2.0})
+        doubled = initial_parameters(variant, **{factor: 2.0})
         for path, after in doubled.items():
             is_scaled = path.startswith(group) and is_random(before[path])
             want = 2 * before[path] if is_scaled else before[path]
@@ -102,8 +100,8 @@ def test_a_factor_scales_only_the_random_matrices_of_its_group(variant):
 
 
 def test_nanogpt_initialization_has_standard_deviation_0_02(variant):
-    by_fan_in = initial(variant)
-    by_nanogpt = initial(variant, init='nanogpt', residual_gain=1.0)
+    by_fan_in = initial_parameters(variant)
+    by_nanogpt = initial_parameters(variant, init='nanogpt', residual_gain=1.0)
     for path, w in by_nanogpt.items():
         if is_random(w):
             assert abs(w.std() / 0.02 - 1) < 5 * w.size**-0.5, path
@@ -116,8 +114,8 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
 
     A variant is a pair of a Score, which gives logits, and a Value, which gives outputs.
     """
-    plain = initial(variant, init='nanogpt', residual_gain=1.0)
-    quartered = initial(variant, init='nanogpt', residual_gain=0.25)
+    plain = initial_parameters(variant, init='nanogpt', residual_gain=1.0)
+    quartered = initial_parameters(variant, init='nanogpt', residual_gain=0.25)
     gains_in_value = []
     for path, w in plain.items():
         if not is_random(w):
@@ -143,7 +141,14 @@ def test_the_residual_gain_multiplies_one_matrix_of_the_value(variant):
 
 def test_every_parameter_has_a_finite_gradient(variant):
     """The gradient of every parameter is finite, and not 0 unless the parameter is `frozen`."""
-    _, _, (layer_gradients, _) = biased_layer_and_gradients(variant)
+    layer, x_BTD = biased_layer_and_input(variant)
+
+    def squared_output(layer):
+        return jnp.square(layer(x_BTD, causal())).sum()
+
+    with jax.enable_x64(True):
+        layer_gradients = jax.grad(squared_output)(layer)
+
     for path, gradient in jax.tree_util.tree_leaves_with_path(layer_gradients):
         name = jax.tree_util.keystr(path)
         gradient = np.asarray(gradient)

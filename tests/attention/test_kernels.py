@@ -28,7 +28,8 @@ N = 4
 LONG = 128
 DEFAULTS = {'bias': None, 'logit_cap': None, 'normalizer': Softmax(), 'dropout': 0.0}
 PLAIN = [(Mask(), 4), (Mask(causal=True), 2), (Mask(causal=True, window=9), 1)]
-in_blocks = functools.partial(blockwise, target=CPU, block=8)
+# The blockwise kernel, with blocks of 8 queries and 8 keys.
+blockwise_8x8 = functools.partial(blockwise, target=CPU, block=8)
 
 
 def padded(length: int, lengths: list[int], **fields: Any) -> Mask:
@@ -110,7 +111,7 @@ def gradients(kernel: Any, weights: Any = 1.0, **options: Any) -> Any:
     return jax.grad(weighted_output, (0, 1, 2))
 
 
-def with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any) -> list:
+def output_with_gradients(kernel: Any, arrays: list, w_BTNH: jax.Array, **options: Any) -> list:
     """The output, and the gradients of its weighted sum by q, k, v and the table of biases.
 
     The output of a query without any visible key has no meaning, so it is set to 0.
@@ -172,8 +173,8 @@ def test_blockwise_attention_equals_the_einsums(case, dtype, tolerance):
     options, sizes = CASES[case]
     with jax.enable_x64(dtype == jnp.float64):
         arrays, w_BTNH = inputs(sizes, dtype)
-        got = with_gradients(in_blocks, arrays, w_BTNH, **options)
-        want = with_gradients(einsum, arrays, w_BTNH, **options)
+        got = output_with_gradients(blockwise_8x8, arrays, w_BTNH, **options)
+        want = output_with_gradients(einsum, arrays, w_BTNH, **options)
         assert_equal(got, want, tolerance)
 
 
@@ -197,7 +198,7 @@ def test_a_stack_with_traced_scales_has_the_gradients_of_the_einsums():
 
         return jax.vmap(jax.grad(weighted, (0, 1, 2, 3)))(scales, *stacked)
 
-    for got, want in zip(stacked_gradients(in_blocks), stacked_gradients(einsum), strict=True):
+    for got, want in zip(stacked_gradients(blockwise_8x8), stacked_gradients(einsum), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
@@ -212,7 +213,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     options = {'mask': Mask(), 'dropout': 0.4, 'dropout_key': jax.random.key(3)}
 
     def run(q_BTNH, v_BSKH):
-        return in_blocks(call([q_BTNH, k_BSKH, v_BSKH], **options))
+        return blockwise_8x8(call([q_BTNH, k_BSKH, v_BSKH], **options))
 
     def weighted_output(q_BTNH, v_BSKH):
         return (run(q_BTNH, v_BSKH) * w_BTNH).sum()
@@ -229,7 +230,7 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
     assert abs(float(by_gradient - weighted_output(q_BTNH, v_BSKH))) < 1e-3
 
     # For a small step, output(q + step) - output(q - step) = 2 sum(dq step).
-    _, dq_BTNH, *_ = with_gradients(in_blocks, arrays, w_BTNH, **options)
+    _, dq_BTNH, *_ = output_with_gradients(blockwise_8x8, arrays, w_BTNH, **options)
     step_BTNH = 1e-2 * q_BTNH
     above = weighted_output(q_BTNH + step_BTNH, v_BSKH)
     below = weighted_output(q_BTNH - step_BTNH, v_BSKH)
@@ -237,9 +238,10 @@ def test_dropped_probabilities_are_the_same_in_the_backward_pass():
 
 
 def test_memory_of_blockwise_attention_is_linear_in_the_context():
-    """A context of twice the length takes twice the memory in blocks.
+    """Twice the context takes the blockwise kernel twice the memory, and einsums four times.
 
-    Einsums hold the logits of all pairs of tokens, which takes four times the memory.
+    The blockwise kernel holds only the logits of one block of queries and keys at a time. Einsums
+    hold the logits of all pairs of tokens.
     """
 
     def temporary_bytes(kernel, length):
@@ -249,7 +251,7 @@ def test_memory_of_blockwise_attention_is_linear_in_the_context():
         compiled = program.lower(array, array, array).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    growth_in_blocks = temporary_bytes(in_blocks, 512) / temporary_bytes(in_blocks, 256)
+    growth_in_blocks = temporary_bytes(blockwise_8x8, 512) / temporary_bytes(blockwise_8x8, 256)
     growth_of_einsums = temporary_bytes(einsum, 512) / temporary_bytes(einsum, 256)
     assert 1.5 < growth_in_blocks < 2.2
     assert 3.5 < growth_of_einsums < 4.2
@@ -258,13 +260,13 @@ def test_memory_of_blockwise_attention_is_linear_in_the_context():
 def test_blocks_beyond_the_mask_are_not_computed():
     """Attention in blocks skips every block in which no query may attend to a key.
 
-    `in_blocks` cuts 64 queries and 64 keys into 8 x 8 blocks.
+    `blockwise_8x8` cuts 64 queries and 64 keys into 8 blocks each, so 8 * 8 pairs.
     """
 
     def num_blocks(mask):
         """The number of blocks that the program computes."""
         array = jnp.zeros((1, 64, N, 8))
-        jaxpr = jax.make_jaxpr(lambda x: in_blocks(call([x, x, x], mask=mask)))(array)
+        jaxpr = jax.make_jaxpr(lambda x: blockwise_8x8(call([x, x, x], mask=mask)))(array)
         # The scan over blocks is printed with length=NUMBER.
         after_length = str(jaxpr).split('length=')[1]
         return int(after_length.split()[0])
@@ -289,7 +291,7 @@ def test_blocks_of_sharded_arrays_need_no_communication():
     q_k_v = arrays[:3]
     options = {'mask': Mask(causal=True), 'bias': ALIBI}
     placed_q_k_v = place_on_mesh(q_k_v, mesh, ('data', 'fsdp'))
-    program = jax.jit(gradients(in_blocks, **options)).lower(*placed_q_k_v).compile()
+    program = jax.jit(gradients(blockwise_8x8, **options)).lower(*placed_q_k_v).compile()
 
     text = program.as_text()
     for communication in ('all-gather', 'all-to-all', 'collective-permute'):
@@ -305,8 +307,8 @@ def test_blocks_of_sharded_arrays_need_no_communication():
 def test_dot_product_equals_the_einsums(mask, num_kv_heads):
     arrays, w_BTNH = inputs((num_kv_heads, num_kv_heads, 8, 8, 20))
     dot_product = functools.partial(library.dot_product, target=CPU)
-    got = with_gradients(dot_product, arrays, w_BTNH, mask=mask)
-    want = with_gradients(einsum, arrays, w_BTNH, mask=mask)
+    got = output_with_gradients(dot_product, arrays, w_BTNH, mask=mask)
+    want = output_with_gradients(einsum, arrays, w_BTNH, mask=mask)
     assert_equal(got, want, 1e-5)
 
 
@@ -359,8 +361,8 @@ def test_splash_attention_equals_the_einsums(case):
     options, sizes = SPLASH[case]
     arrays, w_BTNH = inputs(sizes, length=LONG)
     splash = functools.partial(library.splash, target=CPU)
-    got = with_gradients(splash, arrays, w_BTNH, **options)
-    want = with_gradients(einsum, arrays, w_BTNH, **options)
+    got = output_with_gradients(splash, arrays, w_BTNH, **options)
+    want = output_with_gradients(einsum, arrays, w_BTNH, **options)
     assert_equal(got, want, 1e-5)
 
 

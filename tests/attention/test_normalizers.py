@@ -38,26 +38,33 @@ def test_probabilities_are_those_of_the_slow_form(name):
     A normalizer, such as softmax, turns the logits of a query into probabilities. The plain form
     gets only the visible keys.
     """
-    # Rows are queries, columns are keys. Row 1 has ties, and row 2 has a hidden key. Row 3 has
-    # logits of very different sizes, and row 4 has one visible key.
-    s_TS = np.array([[0, 0, 0, 0], [3, -2, 0.5, 3], [1e3, -1e3, 0, 999.7], [-1e4, -9e3, 7, 2]])
-    mask_TS = np.array([[1, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]], bool)
+    # Rows are queries, columns are keys.
+    logits_and_visible_keys = [
+        ([0, 0, 0, 0], [1, 1, 1, 1]),  # four equal logits
+        ([3, -2, 0.5, 3], [1, 1, 0, 1]),  # a hidden key
+        ([1e3, -1e3, 0, 999.7], [1, 1, 1, 1]),  # logits of very different sizes
+        ([-1e4, -9e3, 7, 2], [0, 1, 0, 0]),  # a single visible key
+    ]
+    s_TS = np.array([logits_S for logits_S, _ in logits_and_visible_keys])
+    mask_TS = np.array([visible_S for _, visible_S in logits_and_visible_keys], bool)
     normalizer = registry.find_normalizer(name)
     # `simplex` says that probabilities sum to 1.
     assert normalizer.simplex == (name in SIMPLEX)
 
     with jax.enable_x64(True):
+        # As in a layer, the logits of hidden keys are far below all others.
         hidden_logit = jnp.finfo(float).min / 2
         masked_s_TS = jnp.where(mask_TS, s_TS, hidden_logit)
         p_TS = np.asarray(normalizer(masked_s_TS, jnp.asarray(mask_TS)))
 
     # Hidden keys have the probability 0. Visible keys have the probability of the plain form.
     assert np.all(p_TS[~mask_TS] == 0)
-    for p_S, s_S, mask_S in zip(p_TS, s_TS, mask_TS, strict=True):
-        want_S = normalizer.reference(s_S[mask_S])
-        np.testing.assert_allclose(p_S[mask_S], want_S, rtol=1e-12, atol=1e-15)
+    for t in range(len(s_TS)):
+        visible_S = mask_TS[t]
+        want_of_visible = normalizer.reference(s_TS[t, visible_S])
+        np.testing.assert_allclose(p_TS[t, visible_S], want_of_visible, rtol=1e-12, atol=1e-15)
         if normalizer.simplex:
-            np.testing.assert_allclose(want_S.sum(), 1, rtol=1e-12)
+            np.testing.assert_allclose(want_of_visible.sum(), 1, rtol=1e-12)
 
 
 @pytest.mark.parametrize('name', slow_except(QUICK, NAMES))

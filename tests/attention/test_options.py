@@ -12,7 +12,7 @@ from qkattn.attention.scores import key_latents
 from qkattn.attention.values import value_latents
 from tests.attention import examples, layers
 from tests.attention import test_contract as contract
-from tests.attention.layers import D, H, T, causal, error, make, stream, wide
+from tests.attention.layers import D, H, T, causal, error, in_float64, make, stream
 from tests.lanes import mostly_slow, slow_except
 
 ROWS = ((5, 0, 31, 7, 9, 30, 2, 3), *(tuple(range(8)),) * 3)
@@ -229,7 +229,7 @@ def test_absorbed_and_written_out_keys_of_latents_are_the_same_attention(
     or 24 channels, and heads have H = 8. `num_heads` is the number of key heads for T = S = 7.
     """
     with jax.enable_x64(True):
-        layer, x_BTD = wide((make((score, 'latent'), positions=positions), stream()))
+        layer, x_BTD = in_float64((make((score, 'latent'), positions=positions), stream()))
         cache = layer.cached(x_BTD)
         with monkeypatch.context() as patch:
             for module in (key_latents, value_latents):
