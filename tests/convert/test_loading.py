@@ -98,7 +98,8 @@ def test_a_loaded_run_describes_itself(trained):
 def run_with_three_checkpoints(trained, tmp_path_factory):
     """The directory of a run with checkpoints of steps 4, 6 and 8. Tests only read it.
 
-    The checkpoints have the parameters of step 4 times 1, 3 and 5. Trial 1 has diverged in step 8.
+    The checkpoints have the parameters of step 4 times 1, 3 and 5. As saved in `alive`, the first
+    trial has diverged in step 4, and the second in step 8.
     """
     run = shutil.copytree(trained.directory, tmp_path_factory.mktemp('runs') / 'run')
     save_checkpoint(run, trained.state, step=6, factor=3.0, alive=[True, True], keep=3)
@@ -113,15 +114,18 @@ def test_the_newest_checkpoints_of_a_run_are_averaged(
     trained, run_with_three_checkpoints, average, mean_factor
 ):
     """The checkpoints of steps 8, 6 and 4 hold the same parameters times 5, 3 and 1."""
+    second_trial = 1
     run_with_step_4 = load(trained.directory)
-    parameters_of_step_4 = jax.tree.leaves(run_with_step_4.params[1])
+    parameters_of_step_4 = jax.tree.leaves(run_with_step_4.params[second_trial])
 
     loaded = load(run_with_three_checkpoints, average=average)
 
-    # Only the parameters are averaged. The rest comes from the newest checkpoint, of step 8.
+    # Only the parameters are averaged. The rest comes from the newest checkpoint, of step 8. There,
+    # the second trial has diverged. In step 4, the first had.
     assert loaded.step == 8
     assert loaded.alive == [True, False]
-    averages = jax.tree.leaves(loaded.params[1])
+    # The parameters of every trial are averaged, whether it is alive or not.
+    averages = jax.tree.leaves(loaded.params[second_trial])
     for averaged, parameter in zip(averages, parameters_of_step_4, strict=True):
         np.testing.assert_allclose(averaged, mean_factor * parameter, rtol=1e-6)
 

@@ -431,18 +431,35 @@ def test_a_failed_read_is_not_taken_for_damage(checkpoints_4_and_8, tmp_path, mo
     assert int(state['step']) == 8
 
 
-def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(checkpoints_4_and_8, tmp_path):
-    """If all checkpoints are damaged, every start fails, and no checkpoint is deleted."""
+@pytest.fixture
+def damaged_checkpoints(checkpoints_4_and_8, tmp_path):
+    """A directory of the checkpoints 4 and 8, both damaged."""
     path = shutil.copytree(checkpoints_4_and_8, tmp_path / 'c')
     for step in ('4', '8'):
         (path / step / '_CHECKPOINT_METADATA').write_text('3')  # not a JSON object
+    return path
 
-    # With read_only, damaged checkpoints are not renamed. The training command of a finished run
-    # returns its results and renames nothing either, so the user has to move the checkpoint.
-    message = 'c/[48] is damaged .*; move it away, or, if .* goes on from the checkpoint before'
+
+def test_a_damaged_checkpoint_that_is_only_read_is_not_renamed(damaged_checkpoints):
+    """The message says how the user gets past the damaged checkpoint.
+
+    If the run is finished, only moving the checkpoint away helps: the training command then returns
+    the results of the run, and renames nothing. If the run is not finished, the training command
+    renames the checkpoint.
+    """
+    reason_in_parentheses = r'\(.*\)'
+    message = (
+        f'c/[48] is damaged {reason_in_parentheses}; move it away, or, if the run is not finished, '
+        'run the training command again, which goes on from the checkpoint before'
+    )
     with pytest.raises(CheckpointError, match=message):
-        Checkpoints(path, read_only=True)
-    assert names_in(path) == ['4', '8']
+        Checkpoints(damaged_checkpoints, read_only=True)
+    assert names_in(damaged_checkpoints) == ['4', '8']
+
+
+def test_a_run_never_starts_over_if_all_its_checkpoints_are_damaged(damaged_checkpoints):
+    """If all checkpoints are damaged, every start fails, and no checkpoint is deleted."""
+    path = damaged_checkpoints
 
     # The first start renames the checkpoints. The second start finds only renamed checkpoints.
     for _ in range(2):

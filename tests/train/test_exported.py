@@ -158,8 +158,8 @@ def test_a_run_has_the_permissions_of_the_umask(continued):
 
 
 def test_a_run_resumes_after_its_first_parameters_were_deleted(continued, tmp_path):
-    no_result = shutil.ignore_patterns('result.json')
-    path = shutil.copytree(continued.path, tmp_path / 'run', ignore=no_result)
+    result_file = shutil.ignore_patterns('result.json')
+    path = shutil.copytree(continued.path, tmp_path / 'run', ignore=result_file)
 
     results = train(continued.config, path)
 

@@ -66,7 +66,7 @@ def lost_at_call(number: int) -> Callable[[], bool]:
 
 
 def lost_after_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Returns a function for train(lost=...), which returns True after the first evaluation.
+    """Returns a function to pass as train(lost=...), which returns True after an evaluation.
 
     `train` calls `results.eval_record` once for each evaluation.
     """
@@ -87,7 +87,7 @@ def send_sigterm() -> None:
 
 
 # For copies of a finished run that resume at its last step.
-no_result = shutil.ignore_patterns('result.json')
+result_file = shutil.ignore_patterns('result.json')
 
 PREFIX_OF_SPLIT = {'validation': 'val', 'test': 'test'}
 
@@ -211,7 +211,7 @@ def test_the_last_logged_evaluation_is_that_of_the_results(finished):
     assert evaluations[-1]['val_solved'] == solved
 
 
-def first_arguments(monkeypatch, owner, name) -> list:
+def record_first_arguments(monkeypatch, owner, name) -> list:
     """Returns a list to which each later call of a method adds its first argument after `self`.
 
     The method `name` of the class `owner` works as before.
@@ -231,9 +231,9 @@ def first_arguments(monkeypatch, owner, name) -> list:
 def test_a_run_logs_evaluates_and_saves_at_its_steps(small, tmp_path, monkeypatch):
     """Logging, saving and evaluating have intervals of 1, 2 and 5 steps in a run of 12 steps."""
     # Each list gets the first argument of every call of a method.
-    shown_phases = first_arguments(monkeypatch, Progress, 'phase')
-    evaluated_splits = first_arguments(monkeypatch, Stack, 'evaluate')
-    saved_at = first_arguments(monkeypatch, Checkpoints, 'save')
+    shown_phases = record_first_arguments(monkeypatch, Progress, 'phase')
+    evaluated_splits = record_first_arguments(monkeypatch, Stack, 'evaluate')
+    saved_at = record_first_arguments(monkeypatch, Checkpoints, 'save')
     shown_losses = {}
 
     def show(self, step, loss_X):
@@ -424,7 +424,8 @@ def test_a_stopped_evaluation_comes_first_in_the_next_start(small_run, tmp_path,
         assert last_record['step'] == 8
         assert saved_steps(tmp_path)[-1] == 8
 
-    # The fourth start completes the evaluation, but is lost before it saves a checkpoint.
+    # The fourth start completes the evaluation. Then `lost` returns True, as if another process had
+    # taken over the run, so `train` raises Lost before it saves a checkpoint.
     with pytest.raises(Lost):
         train(config, tmp_path, lost=lost_after_evaluation(monkeypatch))
     last_record = read_metrics(metrics_file)[-1]
@@ -498,14 +499,16 @@ def test_a_change_of_the_metrics_file_during_training_is_named(small, tmp_path):
 
 def test_resuming_on_other_data_is_refused(small_run, tmp_path, monkeypatch):
     """A run is not resumed if its checkpoint records another version of the data."""
-    # Without result.json, the copy of a finished run resumes at its last step.
-    path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
+    # A finished run is not trained again. Without result.json, its copy counts as interrupted after
+    # its last checkpoint, so `train` resumes it there, and compares the data.
+    path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=result_file)
     first_result = results_of(small_run.path)[0]
     recorded_version = first_result['data']['version']
-    identity = TokenDataset.identity
+    original_identity = TokenDataset.identity
 
     def identity_of_other_version(dataset):
-        return identity(dataset) | {'version': 'other'}
+        """Replaces TokenDataset.identity, which describes the data of this machine."""
+        return original_identity(dataset) | {'version': 'other'}
 
     monkeypatch.setattr(TokenDataset, 'identity', identity_of_other_version)
 
@@ -523,14 +526,17 @@ def test_the_checkpoints_of_another_run_are_refused(small, small_run, tmp_path):
 
     The other run differs from `small_run` only in its seeds, so its arrays have the same shapes.
     """
-    # Without its results, the copy of a finished run resumes from its last checkpoint.
-    path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=no_result)
+    # Without its results, the copy of a finished run resumes from its last checkpoint, of step 12.
+    path = shutil.copytree(small_run.path, tmp_path / 'run', ignore=result_file)
     other_config = small(trials={'seeds': (5, 7)})
+
+    # `train` first compares its config with config.json. This check passes, because config.json
+    # gets the other settings. Only the checkpoints are still of `small_run`.
     other_settings = {'hash': fingerprint(other_config), 'config': to_json(other_config)}
     write_json(path / 'config.json', other_settings)
     metrics_before = (path / 'metrics.jsonl').read_bytes()
 
-    with refused('12 is of a run with another configuration', CheckpointError):
+    with refused('checkpoints/12 is of a run with another configuration', CheckpointError):
         train(other_config, path)
 
     # Nothing was deleted. A finished run has its two newest checkpoints, of the steps 8 and 12.
@@ -631,7 +637,7 @@ def test_the_losses_of_documents_add_up_to_the_loss_of_their_split(diverged_run)
 
 
 def test_a_warning_counts_the_diverged_trials(diverged_run, config_that_diverges, tmp_path, caplog):
-    path = shutil.copytree(diverged_run, tmp_path / 'run', ignore=no_result)
+    path = shutil.copytree(diverged_run, tmp_path / 'run', ignore=result_file)
     train(config_that_diverges, path)
     assert f'{path}: 1 of 2 trials diverged' in caplog.text
 

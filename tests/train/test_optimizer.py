@@ -145,6 +145,10 @@ def test_muon_trains_the_matrices_of_blocks():
     assert matrix_axes({'blocks': blocks}) == {'blocks': rows_and_columns}
 
 
+# The cosine schedule falls with (1 + cos(angle)) / 2. The angle goes from 0 to pi.
+FALL_OF_COSINE_AT_A_QUARTER = (1 + np.cos(np.pi / 4)) / 2
+
+
 @pytest.mark.parametrize(
     ('name', 'num_steps', 'fraction_by_step'),
     [
@@ -152,10 +156,10 @@ def test_muon_trains_the_matrices_of_blocks():
         ('inverse_sqrt', 64, {16: 1 / 2, 64: 1 / 4}),
         # The number of steps makes no difference.
         ('inverse_sqrt', 50, {16: 1 / 2, 64: 1 / 4}),
-        # The decay lasts from step 4 to step 64. Step 19 = 4 + 60 / 4 is a quarter of the way, and
-        # step 34 = 4 + 60 / 2 is half. The mean of 1 and 0.2 is 0.6.
+        # The decay lasts from step 4 to step 64, and from 1 to 0.2. Step 19 = 4 + 60 / 4 is a
+        # quarter of the way, and step 34 = 4 + 60 / 2 is half. The mean of 1 and 0.2 is 0.6.
         ('linear', 64, {34: 0.6, 64: 0.2}),
-        ('cosine', 64, {19: 0.2 + 0.8 * (1 + np.cos(np.pi / 4)) / 2, 34: 0.6}),
+        ('cosine', 64, {19: 0.2 + (1 - 0.2) * FALL_OF_COSINE_AT_A_QUARTER, 34: 0.6}),
         ('constant', 64, {34: 1, 64: 1}),
         # The decay lasts for 0.25 * 64 = 16 steps, from step 48 to step 64.
         ('wsd', 64, {4: 1, 48: 1, 56: 0.6, 64: 0.2}),

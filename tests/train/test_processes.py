@@ -197,41 +197,53 @@ def test_two_processes_train_as_one_on_every_mesh(small, task, tmp_path):
     The configs split a run over 8 devices in different ways. In one run, trials diverge. Another
     run is a translation.
     """
-    trial_mesh = {'trial': 2, 'data': 4}
-    steps_share_a_dispatch = {'steps_per_dispatch': 2, 'log_every': 2}
-    short = {'accumulation': 1, 'num_steps': 4, 'batch_size': 16}
-    dropout = {'dropout': 0.1}
-    configs = {
-        'data': small({'data': 8}, model=dropout),
-        'fsdp': small({'fsdp': 4, 'tensor': 2}, {'lifting': 'vmap'}),
-        'trial': small({'trial': 2, 'data': 2, 'fsdp': 2}, steps_share_a_dispatch, dropout),
-        'diverges': small(trial_mesh, trials={'learning_rates': (1e-2, 1e30)}),
-        'translates': task('translation', mesh=trial_mesh, train=short),
+    config_by_name = {
+        'data': small(mesh={'data': 8}, model={'dropout': 0.1}),
+        'fsdp': small(mesh={'fsdp': 4, 'tensor': 2}, train={'lifting': 'vmap'}),
+        'trial': small(
+            mesh={'trial': 2, 'data': 2, 'fsdp': 2},
+            train={'steps_per_dispatch': 2, 'log_every': 2},  # two steps share a dispatch
+            model={'dropout': 0.1},
+        ),
+        # Two seeds at each of these learning rates. With 1e30, trials diverge.
+        'diverges': small(mesh={'trial': 2, 'data': 4}, trials={'learning_rates': (1e-2, 1e30)}),
+        'translates': task(
+            'translation',
+            mesh={'trial': 2, 'data': 4},
+            train={'accumulation': 1, 'num_steps': 4, 'batch_size': 16},
+        ),
     }
-    # The lifting 'vmap' computes trials side by side, and 'map' one after another. 'auto' takes the
-    # faster one. It depends on the machine, so this run is not compared with another.
-    auto_lifting = small({'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
 
-    runs = [(config, tmp_path / 'two' / name) for name, config in configs.items()]
-    runs.append((auto_lifting, tmp_path / 'auto'))
+    # The job trains all runs one after another. Meanwhile, this process trains them, too.
+    runs = [(config, tmp_path / 'two' / name) for name, config in config_by_name.items()]
     job = start_training_job(tmp_path / 'job', runs)
-    for name, config in configs.items():
+    for name, config in config_by_name.items():
         train(config, tmp_path / 'one' / name)
-    results_by_run = results_of_job(tmp_path / 'job', job)
+    results_of_job(tmp_path / 'job', job)
 
-    for name in configs:
+    for name in config_by_name:
         assert_close(tmp_path / 'two' / name, tmp_path / 'one' / name)
-    # The run has two seeds at each of the learning rates 1e-2 and 1e30. With 1e30, trials diverge.
     statuses = [result['status'] for result in results_of(tmp_path / 'two/diverges')]
     assert statuses.count('diverged') == 2
 
-    # Both processes use the lifting that was faster in process 0.
+
+@pytest.mark.slow
+def test_two_processes_use_the_lifting_that_is_faster_in_process_0(small, tmp_path):
+    """The lifting 'vmap' computes trials side by side, and 'map' one after another.
+
+    'auto' measures both and takes the faster one, which depends on the machine.
+    """
+    config = small(mesh={'trial': 2, 'data': 2, 'tensor': 2}, train={'lifting': 'auto'})
+
+    job = start_training_job(tmp_path / 'job', [(config, tmp_path / 'auto')])
+    (results_of_run,) = results_of_job(tmp_path / 'job', job)  # equal in both processes
+
+    # Process 0 writes its measurements to lifting.json.
     choice = read_json(tmp_path / 'auto/lifting.json', {})
     seconds_per_step = choice['seconds_per_step']
     fastest = min(seconds_per_step, key=seconds_per_step.get)
     assert choice['lifting'] == fastest
-    results_of_auto_run = results_by_run[-1]
-    for result in results_of_auto_run:
+    for result in results_of_run:
         assert result['lifting'] == fastest
 
 
@@ -275,8 +287,8 @@ def test_other_jobs_restore_checkpoints_on_other_meshes(small, tmp_path):
         assert_close(path, two)
 
     # Checkpoint 8 lacks the files that process 1 wrote, so two processes resume from checkpoint 4.
-    no_result = shutil.ignore_patterns('result.json')
-    damaged = shutil.copytree(two, tmp_path / 'damaged', ignore=no_result)
+    result_file = shutil.ignore_patterns('result.json')
+    damaged = shutil.copytree(two, tmp_path / 'damaged', ignore=result_file)
     for file in (damaged / 'checkpoints/8/state/ocdbt.process_1/d').iterdir():
         file.unlink()
     train_in_job(tmp_path / 'job', config, damaged)

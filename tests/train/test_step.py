@@ -59,7 +59,7 @@ def language_batch(tokens):
     }
 
 
-def three_steps(config, tokens=None, lifting='vmap'):
+def take_three_steps(config, tokens=None, lifting='vmap'):
     """Takes three training steps of all X trials of a config. All steps have the same tokens.
 
     Returns the state after the last step, and the metrics of the steps, [3, X].
@@ -83,7 +83,7 @@ def three_steps(config, tokens=None, lifting='vmap'):
     return train_steps(initial_state, hyper, batch)
 
 
-def params_of(config):
+def initial_params(config):
     return step.init_trial(config, jnp.uint32(0))['params']
 
 
@@ -101,7 +101,8 @@ def assert_close(got, want, rtol):
 def four_trials(tiny):
     """A function that makes a config of four trials: two learning rates times two seeds.
 
-    The rates are 1e-2 for the first two trials, and 1e-3 for the others.
+    By default, the rates are 1e-2 for the first two trials and 1e-3 for the others, and the seeds
+    are 0 and 5. The dictionary `trials` replaces rates or seeds.
     """
 
     def make(trials=None, **model):
@@ -118,7 +119,7 @@ def test_the_first_step_has_the_stored_losses_and_norms(four_trials):
     The numbers change if the initialization, the loss, the optimizer or JAX's random bits change.
     The message of the failed test then holds the new numbers.
     """
-    _, metrics = three_steps(four_trials({'seeds': (0, 1)}))
+    _, metrics = take_three_steps(four_trials({'seeds': (0, 1)}))
     # The first of the three steps, and the first two of the four trials.
     got = {name: np.asarray(metrics[name][0, :2]).tolist() for name in GOLDEN}
 
@@ -141,7 +142,7 @@ def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
     The two microbatches have different numbers of targets, so these means differ.
     """
     config = four_trials(num_layers=1)
-    params = params_of(config)
+    params = initial_params(config)
     tokens_of_first_trial = random_tokens(config)[0]
     batch = language_batch(jnp.asarray(tokens_of_first_trial))
     # Rows of the first microbatch have 2 targets each, and rows of the second have 16.
@@ -184,7 +185,7 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
     config = four_trials()
     tokens = random_tokens(config)
 
-    state, metrics = three_steps(config, tokens, lifting)
+    state, metrics = take_three_steps(config, tokens, lifting)
 
     # The learning rate of the first trial is 1e-2 times the fraction that the schedule gives.
     assert int(state['step']) == 3
@@ -197,7 +198,7 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
     # Train each trial again on the same tokens, without the other trials.
     for x, trial in enumerate(config.trials.trials()):
         only_trial = {'learning_rates': (trial['learning_rate'],), 'seeds': (trial['seed'],)}
-        state_alone, metrics_alone = three_steps(four_trials(only_trial), tokens[x : x + 1])
+        state_alone, metrics_alone = take_three_steps(four_trials(only_trial), tokens[x : x + 1])
 
         losses = metrics['loss'][:, x]
         losses_alone = metrics_alone['loss'][:, 0]
@@ -211,10 +212,11 @@ def test_trials_train_as_they_do_alone(four_trials, lifting):
 
 def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
     """A trial diverges when its loss is not finite. Then it keeps its last finite parameters."""
-    # The first two trials have the learning rate 1e-2. The last two have 1e30, and diverge.
-    state, metrics = three_steps(four_trials({'learning_rates': (1e-2, 1e30)}))
+    # Each of the two learning rates has two seeds. The first two trials have the rate 1e-2. The
+    # last two have 1e30, and diverge.
+    state, metrics = take_three_steps(four_trials({'learning_rates': (1e-2, 1e30)}))
     # Without the high rate, no trial diverges.
-    _, expected_metrics = three_steps(four_trials())
+    _, expected_metrics = take_three_steps(four_trials())
 
     assert state['trials']['alive'].tolist() == [True, True, False, False]
 
@@ -233,8 +235,8 @@ def test_a_diverged_trial_is_frozen_while_the_others_go_on(four_trials):
 def test_a_step_in_bfloat16_keeps_parameters_in_float32(four_trials):
     """With compute_dtype='bfloat16', the model computes in bfloat16. Parameters stay float32."""
     # By default, steps compute in float32.
-    _, expected_metrics = three_steps(four_trials())
-    state, metrics = three_steps(four_trials(compute_dtype='bfloat16'))
+    _, expected_metrics = take_three_steps(four_trials())
+    state, metrics = take_three_steps(four_trials(compute_dtype='bfloat16'))
 
     for leaf in jax.tree.leaves(state['trials']['params']):
         assert leaf.dtype == 'float32'
@@ -255,7 +257,7 @@ def test_dropout_is_drawn_by_seed_at_each_step(four_trials):
 
     def losses_with(dropout):
         """Returns the losses of the four trials in three steps, [3, 4]."""
-        _, metrics = three_steps(four_trials(no_updates, dropout=dropout))
+        _, metrics = take_three_steps(four_trials(no_updates, dropout=dropout))
         return np.asarray(metrics['loss'])
 
     losses_CX = losses_with(dropout=0.1)
@@ -279,87 +281,133 @@ def test_each_kind_of_dropout_alone_draws_random_numbers(four_trials, field):
     assert config.model.drops
 
 
-@pytest.mark.slow
-def test_remat_keeps_less_for_the_same_gradient(four_trials):
-    """With rematerialization, the backward pass computes arrays again that are otherwise kept.
+# The number of rows in a microbatch of `four_trials`.
+ROWS_OF_MICROBATCH = 4
 
-    remat='full' keeps the input of each layer. 'dots' also keeps the results of matrix products.
+
+@functools.cache
+def gradient_and_num_kept(config):
+    """Returns the gradient of the loss of one microbatch, and how many numbers are kept for it.
+
+    The forward pass keeps these numbers for the backward pass.
     """
-    plain_config = four_trials()
-    params = params_of(plain_config)
-    # One microbatch of one trial: 4 rows.
-    batch = language_batch(jnp.asarray(random_tokens(plain_config)[0, 0]))
-    grads = {}
+    tokens_of_first_trial = random_tokens(config)[0]
+    first_microbatch = tokens_of_first_trial[0]
+    assert len(first_microbatch) == ROWS_OF_MICROBATCH
+    batch = language_batch(jnp.asarray(first_microbatch))
+    objective = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
+
+    loss_sum, backward_pass, _ = jax.vjp(jax.jit(objective), initial_params(config), has_aux=True)
+
+    (gradient_of_params,) = backward_pass(jnp.ones_like(loss_sum))
+    # The leaves of the backward pass are the arrays that were kept for it.
+    num_kept = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(backward_pass))
+    return gradient_of_params, num_kept
+
+
+@pytest.fixture
+def config_by_remat(four_trials):
+    """Configs with dropout, by the value of their setting `remat`.
+
+    As by default, the layers are unrolled without remat, and scanned one at a time with it.
+    """
+    return {
+        'none': four_trials(dropout=0.1, remat='none', scan_unroll=None),
+        'full': four_trials(dropout=0.1, remat='full', scan_unroll=1),
+        'dots': four_trials(dropout=0.1, remat='dots', scan_unroll=1),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('remat', ['full', 'dots'])
+def test_remat_gives_the_same_gradient(config_by_remat, remat):
+    """With rematerialization, the backward pass computes arrays again that are otherwise kept."""
+    expected_gradient, _ = gradient_and_num_kept(config_by_remat['none'])
+    gradient_with_remat, _ = gradient_and_num_kept(config_by_remat[remat])
+    assert_close(gradient_with_remat, expected_gradient, 1e-4)
+
+
+@pytest.mark.slow
+def test_remat_keeps_less_for_the_gradient(config_by_remat):
+    """remat='full' keeps the input of each layer. 'dots' also keeps results of matrix products."""
     num_kept = {}
-    for remat, unroll in (('none', None), ('full', 1), ('dots', 1)):
-        config = four_trials(dropout=0.1, remat=remat, scan_unroll=unroll)
-        objective = functools.partial(step.objective, config, batch=batch, key=jax.random.key(0))
-        # `pullback` is the backward pass. Its leaves are the arrays that were kept for it.
-        total, pullback, _ = jax.vjp(jax.jit(objective), params, has_aux=True)
-        (grads[remat],) = pullback(jnp.ones_like(total))
-        num_kept[remat] = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(pullback))
+    for remat, config in config_by_remat.items():
+        _, num_kept[remat] = gradient_and_num_kept(config)
 
-    assert_close(grads['full'], grads['none'], 1e-4)
-    assert_close(grads['dots'], grads['none'], 1e-4)
+    # The size of an array that is as wide as the stream, in all layers together.
+    model = config_by_remat['none'].model
+    stream = model.num_layers * ROWS_OF_MICROBATCH * model.context * model.d_model
 
-    # `stream` counts the numbers of one array of width d_model, summed over layers. The hidden
-    # layer of an MLP is four times as wide.
-    model = plain_config.model
-    num_rows = 4
-    stream = model.num_layers * num_rows * model.context * model.d_model
-    hidden = 4 * stream
     # 'dots' keeps q, k, v, the output of attention, and the hidden layer of the MLP.
     queries_keys_and_values = 3 * stream
     output_of_attention = stream
-    kept_products = queries_keys_and_values + output_of_attention + hidden
-    assert num_kept['dots'] - num_kept['full'] == kept_products
-    # Without remat, more than two further arrays of width d_model are kept in each layer.
+    hidden_layer = 4 * stream
+    matrix_products = queries_keys_and_values + output_of_attention + hidden_layer
+    assert num_kept['dots'] == num_kept['full'] + matrix_products
+
+    # Without remat, each layer keeps more than two further arrays that are as wide as the stream.
     assert num_kept['none'] > num_kept['dots'] + 2 * stream
 
 
-def test_the_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
-    """The smoothed loss is the cross-entropy with (1 - epsilon) * target + epsilon / V.
+def model_and_weighted_batch(tiny):
+    """A model of one layer, and a batch whose targets have random loss weights."""
+    config = tiny(model={'num_layers': 1})
+    model = build(config.model, key=jax.random.key(0))
+    batch = next(batches(config))
+    loss_weights_BT = np.random.default_rng(0).random((8, 16)).astype(np.float32)
+    return model, batch | {'loss_weights_BT': loss_weights_BT}
 
-    Only the training loss is smoothed. The loss of each target is multiplied by its loss weight.
+
+def expected_loss_sum(model, batch, epsilon):
+    """The smoothed loss in numpy, summed over all targets with their loss weights.
+
+    It is the cross-entropy with the distribution (1 - epsilon) * target + epsilon / V.
     """
     V = 256
-    model_fields = {'num_layers': 1}
-    config = tiny(model=model_fields)
-    model = build(config.model, key=jax.random.key(0))
-    params = nnx.to_pure_dict(nnx.state(model))
-    batch = next(batches(config))
-    weights_BT = np.random.default_rng(0).random((8, 16)).astype(np.float32)
-    batch['loss_weights_BT'] = weights_BT
+    one_hot_BTV = np.eye(V)[batch['targets_BT']]
+    distribution_BTV = (1 - epsilon) * one_hot_BTV + epsilon / V
 
-    # The negative log probability of each token.
     logits_BTV = np.asarray(model(batch['tokens_BT']), np.float64)
     log_normalizer_BT1 = np.log(np.exp(logits_BTV).sum(-1, keepdims=True))
-    nats_BTV = log_normalizer_BT1 - logits_BTV
-    one_hot_BTV = np.eye(V)[batch['targets_BT']]
+    log_probability_BTV = logits_BTV - log_normalizer_BT1
 
-    def expected_sum(epsilon):
-        """Returns the smoothed loss, summed over all targets with their loss weights."""
-        distribution_BTV = (1 - epsilon) * one_hot_BTV + epsilon / V
-        loss_BT = (distribution_BTV * nats_BTV).sum(-1)
-        return (loss_BT * weights_BT).sum()
+    loss_BT = -(distribution_BTV * log_probability_BTV).sum(-1)
+    return (loss_BT * batch['loss_weights_BT']).sum()
 
-    plain_sum = expected_sum(0.0)
-    smoothed_sum = expected_sum(0.1)
+
+def test_the_training_loss_is_weighted_and_smoothed_with_the_uniform_distribution(tiny):
+    model, batch = model_and_weighted_batch(tiny)
+    params = nnx.to_pure_dict(nnx.state(model))
+    plain_sum = expected_loss_sum(model, batch, epsilon=0.0)
+    smoothed_sum = expected_loss_sum(model, batch, epsilon=0.1)
     assert abs(plain_sum - smoothed_sum) > 1e-2  # so that the tolerances below tell them apart
 
-    for epsilon, training_sum in ((0.0, plain_sum), (0.1, smoothed_sum)):
-        smooth_config = tiny(model=model_fields, train={'label_smoothing': epsilon})
-        # Without z-loss, a step minimizes the loss that it logs.
-        minimized, logged_loss = step.objective(smooth_config, params, batch)
-        np.testing.assert_allclose(minimized, training_sum, rtol=1e-5)
-        np.testing.assert_allclose(logged_loss, training_sum, rtol=1e-5)
-        # The loss of an evaluation is never smoothed.
-        nats_B = trials.row_sums(smooth_config, params, batch)['loss']
-        np.testing.assert_allclose(nats_B.sum(), plain_sum, rtol=1e-5)
+    for epsilon, expected_sum in ((0.0, plain_sum), (0.1, smoothed_sum)):
+        config = tiny(model={'num_layers': 1}, train={'label_smoothing': epsilon})
+        minimized_sum, logged_sum = step.objective(config, params, batch)
+        np.testing.assert_allclose(logged_sum, expected_sum, rtol=1e-5)
+        # By default there is no z-loss, so a step minimizes the loss that it logs.
+        np.testing.assert_allclose(minimized_sum, expected_sum, rtol=1e-5)
 
-    # `qkattn.loss` is the mean over targets, without smoothing.
+
+@pytest.mark.parametrize('epsilon', [0.0, 0.1])
+def test_the_loss_of_an_evaluation_is_weighted_and_never_smoothed(tiny, epsilon):
+    model, batch = model_and_weighted_batch(tiny)
+    params = nnx.to_pure_dict(nnx.state(model))
+    config = tiny(model={'num_layers': 1}, train={'label_smoothing': epsilon})
+
+    loss_B = trials.row_sums(config, params, batch)['loss']
+
+    plain_sum = expected_loss_sum(model, batch, epsilon=0.0)
+    np.testing.assert_allclose(loss_B.sum(), plain_sum, rtol=1e-5)
+
+
+def test_the_loss_of_a_model_is_its_weighted_mean_over_targets(tiny):
+    """`qkattn.loss` takes a model and a batch, and smooths nothing."""
+    model, batch = model_and_weighted_batch(tiny)
     mean_loss = qkattn.loss(model, batch)
-    np.testing.assert_allclose(mean_loss, plain_sum / weights_BT.sum(), rtol=1e-5)
+    plain_sum = expected_loss_sum(model, batch, epsilon=0.0)
+    np.testing.assert_allclose(mean_loss, plain_sum / batch['loss_weights_BT'].sum(), rtol=1e-5)
 
 
 KERNELS_AND_CHUNKS = [*itertools.product(('einsum', 'blockwise'), (None, 5))]
@@ -377,7 +425,7 @@ def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, ch
     train = {'logits_chunk': chunk, 'label_smoothing': 0.1}
     plain = tiny(model=model, train=train)
     penalized = tiny(model=model, train=train | {'z_loss': z_loss})
-    params = params_of(plain)
+    params = initial_params(plain)
     # Two microbatches of the first trial, with random loss weights.
     batch = language_batch(jnp.asarray(random_tokens(plain)[0]))
     rng = np.random.default_rng(0)
@@ -404,7 +452,7 @@ def test_z_loss_adds_to_the_gradient_but_not_to_the_logged_loss(tiny, kernel, ch
 
 def test_an_evaluation_has_no_z_loss(tiny):
     batch = next(batches(tiny()))
-    params = params_of(tiny())
+    params = initial_params(tiny())
     sums = trials.row_sums(tiny(train={'z_loss': 0.5}), params, batch)
     expected_sums = trials.row_sums(tiny(), params, batch)
     np.testing.assert_array_equal(sums['loss'], expected_sums['loss'])
@@ -430,7 +478,7 @@ def test_logits_in_chunks_give_the_same_loss_in_less_memory(tiny, compute):
     most of the memory.
     """
     rng = np.random.default_rng(0)
-    params = params_of(tiny(model=LARGE_VOCABULARY))
+    params = initial_params(tiny(model=LARGE_VOCABULARY))
     batch = {
         'tokens_BT': rng.integers(0, V, (B, T), np.int32),
         'targets_BT': rng.integers(0, V, (B, T), np.int32),
