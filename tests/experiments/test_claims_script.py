@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from typing import NamedTuple
 
 import pytest
 
@@ -23,7 +24,8 @@ REFUTED = Expectation('fair_small', 'qk/k_is_v', 'worse')
 UNTRAINED = Expectation('masked_lm', 'shared_qk/vo', 'worse')
 
 
-def true_on_the_left_alone():
+def check_that_holds_on_the_left():
+    """Returns two rows. The first, of side='left', has the expected value."""
     return [
         exact_row('one', value=1, expected=1, side='left'),
         exact_row('one', value=2, expected=1, side='right'),
@@ -34,8 +36,8 @@ CLAIMS_HERE = {
     'E7': Claim(
         name='E7',
         **TEXTS,
-        checks=(true_on_the_left_alone,),
-        conditions={'side: left': 'one is left'},
+        checks=(check_that_holds_on_the_left,),
+        conditions={'side: left': 'one is left'},  # in words, for 'holds only if ...'
         meanings={'side: left': 'one can be left out on the left'},
     ),
     'E8': Claim(name='E8', **TEXTS, expectations=(SUPPORTED,)),
@@ -58,40 +60,46 @@ def export_directory(tmp_path):
     return tmp_path / 'exported'
 
 
-@pytest.fixture
-def exporting(printed, workdir, export_directory, monkeypatch):
-    """Decides and exports `CLAIMS_HERE`, with their studies.
+class Exported(NamedTuple):
+    lines: list  # what the script has printed
+    directories_of_pages: list  # where it has written a page
 
-    Returns the printed text, and the directories of written pages. The study lm_scaling, a copy of
-    fair_small, belongs to no claim, but is also exported.
+
+@pytest.fixture
+def exported(printed, workdir, export_directory, monkeypatch):
+    """Decides the claims in `CLAIMS_HERE`, and exports them with their studies.
+
+    The study lm_scaling, a copy of fair_small, belongs to no claim, but is also exported.
     """
     directories_of_pages = []
     monkeypatch.setattr(pages, 'write_page', directories_of_pages.append)
     shutil.copytree(workdir / 'fair_small', workdir / 'lm_scaling')
     text = printed('claims', '--notrain', f'--workdir={workdir}', f'--export={export_directory}')
-    return text, directories_of_pages
+    return Exported(text.splitlines(), directories_of_pages)
 
 
-def test_claims_are_decided_and_exported_with_their_studies(exporting, export_directory):
-    text, directories_of_pages = exporting
-
+def test_claims_are_decided_and_printed_with_their_reasons(exported):
+    """Each claim has a line with its verdict and its statement, 'One is one.', then its reasons."""
     # The check of E7 is true only for side='left', which E7 describes as 'one is left'.
-    assert 'E7  holds' in text
-    assert ' only if one is left\n' in text
-    assert ' means: one can be left out on the left\n' in text
-    assert 'holds for' not in text
+    assert 'E7  holds only if  One is one.' in exported.lines
+    assert '      only if one is left' in exported.lines
+    assert '      means: one can be left out on the left' in exported.lines
 
-    # The study fair_small supports E8. E9 also needs the study masked_lm, which is missing.
-    assert 'E8  holds' in text
-    assert 'E9  undecided' in text
-    assert 'study masked_lm has no results' in text
+    # The study fair_small supports E8. It has models of one size.
+    assert 'E8  holds in this setting One is one.' in exported.lines
 
-    assert directories_of_pages == [str(export_directory)]
+    # fair_small refutes one expectation of E9. The other needs masked_lm, which is not trained.
+    assert 'E9  undecided      One is one.' in exported.lines
+    assert any('study masked_lm has no results' in line for line in exported.lines)
+
+
+def test_claims_are_exported_with_their_studies(exported, export_directory):
+    assert exported.directories_of_pages == [str(export_directory)]
     assert (export_directory / 'fair_small/study.json').exists()
     assert (export_directory / 'lm_scaling/study.json').exists()
 
 
-def test_an_export_is_checked_by_deciding_it_again(exporting, export_directory):
+def test_an_export_is_checked_by_deciding_it_again(exported, export_directory):
     """`check` decides the exported claims again, and raises an error if the files differ."""
     # The check of E7 gives two rows. E8 and E9 have three rows each: the difference at equal
     # parameter count, and its two parts, removing parameters and spending them elsewhere.

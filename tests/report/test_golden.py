@@ -575,7 +575,7 @@ def test_a_page_is_self_contained(study_and_terminal_text):
     """The page of a report is one file that needs neither other files nor the network."""
     study_dir, _ = study_and_terminal_text
     html = (study_dir / 'report.html').read_text()
-    page = Page(html)
+    page = Page(html)  # the tags and ids of the HTML
     tags = [tag for tag, _ in page.tags]
 
     # Nothing is loaded from elsewhere.
@@ -597,8 +597,17 @@ def test_a_page_is_self_contained(study_and_terminal_text):
     # Each id is unique, so each link leads to one place.
     assert len(page.ids) == len(set(page.ids))
 
-    # A <source> is the wide version of a figure. This study has one figure with a wide version.
-    assert tags.count('source') == 1
+
+def test_a_figure_without_panels_has_a_version_for_wide_screens(study_and_terminal_text):
+    """A figure that is one picture has an <img> for narrow screens and a <source> for wide ones.
+
+    The panels of other figures are separate pictures, as many in a row as fit on the screen.
+    """
+    study_dir, _ = study_and_terminal_text
+    page = Page((study_dir / 'report.html').read_text())
+    tags = [tag for tag, _ in page.tags]
+    figures_without_panels = 1  # in this study
+    assert tags.count('source') == figures_without_panels
 
 
 @pytest.fixture(scope='module')

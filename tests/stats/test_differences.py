@@ -22,15 +22,15 @@ TEST_MARGIN = 0.006
 MEANS = [-0.02, -0.004, 0.003, 0.009]
 
 
-def sample(mean):
-    """Nine normal values around a mean."""
+def nine_values_around(mean):
+    """Nine random values with a normal distribution around a mean."""
     return np.random.default_rng(4).normal(mean, 0.004, 9)
 
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_an_interval_is_that_of_scipys_t_test(mean):
     """The 95 % interval of a mean equals the interval of scipy's t test."""
-    values = sample(mean)  # nine values
+    values = nine_values_around(mean)
     low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
 
     # The margin does not affect the interval.
@@ -50,7 +50,7 @@ def test_an_interval_is_that_of_scipys_t_test(mean):
 
 @pytest.mark.parametrize('mean', MEANS)
 def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
-    values = sample(mean)
+    values = nine_values_around(mean)
     difference = paired_test(values, TEST_MARGIN)
     p_above = stats.ttest_1samp(values, -TEST_MARGIN, alternative='greater').pvalue
     p_below = stats.ttest_1samp(values, TEST_MARGIN, alternative='less').pvalue
@@ -62,7 +62,7 @@ def test_equivalence_is_shown_by_scipys_two_one_sided_t_tests(mean):
 @pytest.mark.parametrize('mean', MEANS)
 def test_a_difference_is_shown_by_scipys_t_test_at_zero_or_the_margin(mean):
     """`p` tests whether the mean differs from zero, `p_margin` whether by more than the margin."""
-    values = sample(mean)  # nine values
+    values = nine_values_around(mean)
     difference = paired_test(values, TEST_MARGIN)
 
     # The two-sided p value is twice the smaller one-sided p value.
@@ -151,14 +151,14 @@ MISSES = pytest.mark.parametrize(
 )
 
 
-def alternating(sign):
+def eight_values_around_0_02(sign):
     """Eight values with this sign, which alternate between 0.021 and 0.019."""
     return sign * np.array([0.021, 0.019] * 4)
 
 
 @MISSES
 def test_the_bound_of_tuning_widens_the_interval(sign, low, high):
-    values = alternating(sign)
+    values = eight_values_around_0_02(sign)
     plain = paired_test(values)
     tuned = paired_test(values, tuning=(low, high))
     assert tuned.low == pytest.approx(plain.low - low)
@@ -172,7 +172,7 @@ def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
     With perfect tuning, the mean could be lower by up to `low` or higher by up to `high`. The bound
     is 0.004 towards zero and 0.007 away from zero.
     """
-    values = alternating(sign)  # around 0.02 times the sign
+    values = eight_values_around_0_02(sign)
 
     # To show a difference, the worst case is a mean nearer to zero.
     tuned = paired_test(values, tuning=(low, high))
@@ -190,7 +190,7 @@ def test_the_bound_of_tuning_weakens_the_tests(sign, low, high):
 @pytest.mark.parametrize('sign', [1, -1])
 @pytest.mark.parametrize('miss', [0.03, np.inf])
 def test_nothing_is_shown_where_tuning_may_miss_more_than_the_difference(sign, miss):
-    difference = paired_test(alternating(sign), tuning=(miss, miss))
+    difference = paired_test(eight_values_around_0_02(sign), tuning=(miss, miss))
     assert difference.p == 1.0
     assert difference.p_margin == 1.0
     assert difference.p_equivalence > 0.99
@@ -250,7 +250,11 @@ def test_the_error_over_equal_documents_is_that_of_their_mean():
 def test_the_error_over_documents_is_cluster_robust():
     """The error of a mean over tokens counts each document as one cluster of tokens.
 
-    Bell and McCaffrey (2002) give the formulas for clusters of unequal size.
+    Bell and McCaffrey (2002) give the formulas for clusters of unequal size. With the share w_C of
+    document C in all tokens, its difference D_C and the mean D = sum_C w_C D_C, they are
+
+        variance = sum_C w_C^2 (D_C - D)^2 / (1 - w_C)
+        df = (sum_C w_C^2)^2 / sum_C w_C^4 - 1
     """
     # Four documents. The difference of arm and baseline is in nats per token.
     tokens_C = np.array([2000, 1000, 1500, 1500])
@@ -261,10 +265,12 @@ def test_the_error_over_documents_is_cluster_robust():
 
     share_C = tokens_C / 6000  # of all tokens
     mean = share_C @ difference_C
-    variance = np.sum(share_C**2 * (difference_C - mean) ** 2 / (1 - share_C))
+    deviation_C = difference_C - mean
+    variance = np.sum(share_C**2 * deviation_C**2 / (1 - share_C))
     assert error == pytest.approx(variance**0.5)
 
-    # If all documents had the same size, this would be the number of documents.
+    # The ratio would be the number of documents if all documents had the same size. Documents of
+    # unequal size count as fewer.
     num_equal_documents = np.sum(share_C**2) ** 2 / np.sum(share_C**4)
     assert df == pytest.approx(num_equal_documents - 1)
 

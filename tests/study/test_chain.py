@@ -95,7 +95,10 @@ def test_a_study_that_is_repeated_twice_is_listed_once(copied_studies):
 
 
 def test_a_second_repeat_of_an_arm_is_refused(copied_studies):
-    """Both `second` and this study would be second looks at the same arm of `first`."""
+    """Both `second` and this study would train the same arm of `first` again for another verdict.
+
+    An arm may have only one such second look, or its error rate would be spent twice.
+    """
     third = study_with(trials={'seeds': (30, 31, 32)}, repeats='first')
     with refused("/second already repeats it, .*; repeat 'second' instead"):
         declare(copied_studies / 'third', third)
@@ -103,16 +106,25 @@ def test_a_second_repeat_of_an_arm_is_refused(copied_studies):
 
 
 def test_a_second_repeat_of_other_arms_is_declared(tmp_path):
-    """Each arm of the first study has a second look in one repeat."""
-    variants = ('qk/vo', 'shared_qk/vo', 'qk/vo?num_heads=1')
-    declare(tmp_path / 'first', study_with(variants=variants))
-    for name, variant, seeds in (
-        ('second', 'shared_qk/vo', (20, 21, 22)),
-        ('third', 'qk/vo?num_heads=1', (30, 31, 32)),
-    ):
-        repeat = study_with(trials={'seeds': seeds}, repeats='first', variants=('qk/vo', variant))
-        declare(tmp_path / name, repeat)
-        assert names_of_earlier_studies(tmp_path / name) == ['first']
+    """Two studies may repeat `first` if they share no arm except the baseline, qk/vo.
+
+    `declare` would refuse `third` if `second` already had its arm.
+    """
+    all_variants = ('qk/vo', 'shared_qk/vo', 'qk/vo?num_heads=1')
+    declare(tmp_path / 'first', study_with(variants=all_variants))
+
+    second = study_with(
+        trials={'seeds': (20, 21, 22)}, repeats='first', variants=('qk/vo', 'shared_qk/vo')
+    )
+    third = study_with(
+        trials={'seeds': (30, 31, 32)}, repeats='first', variants=('qk/vo', 'qk/vo?num_heads=1')
+    )
+    declare(tmp_path / 'second', second)
+    declare(tmp_path / 'third', third)
+
+    # Both repeat `first`, and `third` does not repeat `second`.
+    assert names_of_earlier_studies(tmp_path / 'second') == ['first']
+    assert names_of_earlier_studies(tmp_path / 'third') == ['first']
 
 
 def test_studies_of_a_chain_have_different_names(directory_of_studies, tmp_path, monkeypatch):

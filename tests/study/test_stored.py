@@ -152,12 +152,12 @@ def test_a_packed_study_becomes_a_working_directory(packed_study):
 def test_unpacking_that_was_interrupted_is_done_again(packed_study, monkeypatch):
     """logs.zip is removed only after all other files are written, so unpacking can start again."""
 
-    def interrupt(path, content):
-        """Replaces the writing of a result.json by Ctrl-C."""
+    def raise_keyboard_interrupt(path, content):
+        """Raises the error of Ctrl-C where `write_json` would write the first result.json."""
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored, 'write_json', interrupt)
+        patch.setattr(stored, 'write_json', raise_keyboard_interrupt)
         with pytest.raises(KeyboardInterrupt):
             stored.unpack_in_place(packed_study)
 

@@ -32,8 +32,8 @@ OPTIMA = {'learning_rate': 4e-3, 'weight_decay': 0.3, 'score_scale': 1.25}
 class TrainedNames(list):
     """The names of the directories that were trained in, in order."""
 
-    def before(self, config, workdir):
-        """Called before each training. Tests replace it."""
+    def before_training(self, config, workdir):
+        """Does nothing. It is called before each training, and tests replace it."""
 
 
 def loss_of_trial(config, trial):
@@ -62,8 +62,8 @@ def replace_training(patch):
 
     def train(config, workdir, *, lost, **_):
         """Writes what training would leave in `workdir`, with made-up losses."""
-        # A test may replace `before` by a function that raises an error.
-        trained.before(config, workdir)
+        # A test may replace `before_training` by a function that raises an error.
+        trained.before_training(config, workdir)
         # `lost` tells whether the worker has lost its lease on the run.
         assert not lost()
 
@@ -116,7 +116,7 @@ def finished_once(tmp_path_factory):
     events_before_runs = []
     with pytest.MonkeyPatch.context() as patch:
         trained = replace_training(patch)
-        trained.before = lambda config, workdir: events_before_runs.append(events(path))
+        trained.before_training = lambda config, workdir: events_before_runs.append(events(path))
         worker.run(STUDY, path)
     return FinishedStudy(path, events_before_runs)
 
@@ -238,12 +238,18 @@ def test_a_study_is_trained_from_its_plan_to_the_verdict(trained, tmp_path):
 
 
 def test_screened_weight_decays_are_valid_settings(trained, tmp_path):
-    """A config with decay='independent' must have a weight decay below 0.1.
+    """A grid of weight decays grows only to values that a config may have.
 
-    The made-up losses are lowest at 0.3. Without this rule, the grid would go on from 0.05 to 0.1.
+    A config with decay='independent' must have a weight decay below 0.1. The made-up losses are
+    lowest at 0.3. Without this rule, the grid would go on from 0.05 to 0.1.
     """
-    # A run with a weight decay of 0.1 would raise an error.
-    trained.before = lambda config, workdir: validate(config)
+
+    def check_config(config, workdir):
+        """Raises an error if the config is invalid, as it is with a weight decay of 0.1."""
+        validate(config)
+
+    # The fixture replaces training by a function that first calls `trained.before_training`.
+    trained.before_training = check_config
     study = study_with(
         trials={'weight_decays': (0.0125, 0.025, 0.05)},
         optimizer={'decay': 'independent'},
@@ -256,8 +262,10 @@ def test_screened_weight_decays_are_valid_settings(trained, tmp_path):
     (arm,) = load_findings(path).arms
     assert arm.chosen
     assert arm.sweeps['weight_decay'].values[-1] == 0.05
-    # The best value lies at the end of the grid, so a remark on it withholds the verdict.
-    assert [remark.data.get('knob') for remark in arm.blocks] == ['weight_decay']
+    # The best value lies at the end of the grid, where a better one may follow. So a remark on
+    # the weight decay withholds the verdict. `arm.blocks` has the remarks that do so.
+    (blocking_remark,) = arm.blocks
+    assert blocking_remark.data['knob'] == 'weight_decay'
 
 
 @pytest.mark.parametrize('max_workers', [1, 2])
@@ -405,7 +413,7 @@ class RaisesForBaseline:
 
 @pytest.mark.parametrize('error', [InUseError('in use'), Lost('taken over')], ids=repr)
 def test_a_run_in_use_or_lost_is_tried_again_last(trained, tmp_path, monkeypatch, error):
-    trained.before = RaisesForBaseline(error, once=True)
+    trained.before_training = RaisesForBaseline(error, once=True)
     monkeypatch.setattr(worker._Worker, '_wait', lambda *_: None)
 
     worker.run(STUDY, tmp_path / 'out')
@@ -413,7 +421,7 @@ def test_a_run_in_use_or_lost_is_tried_again_last(trained, tmp_path, monkeypatch
     assert len(trained) == 6
     assert len(set(trained)) == 6
     # The refused run is trained later, not first.
-    refused = trained.before.refused[0]
+    refused = trained.before_training.refused[0]
     assert refused in trained[1:]
 
 
@@ -426,7 +434,7 @@ def test_a_run_in_use_or_lost_is_tried_again_last(trained, tmp_path, monkeypatch
     ids=repr,
 )
 def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path, error, message):
-    trained.before = RaisesForBaseline(error)
+    trained.before_training = RaisesForBaseline(error)
 
     with pytest.raises(ConfigError, match=f'^1 run could not be trained: .*{message}'):
         worker.run(STUDY, tmp_path / 'out')
@@ -441,7 +449,7 @@ def test_a_run_that_cannot_be_trained_does_not_stop_the_others(trained, tmp_path
     'error', [JaxRuntimeError('INTERNAL: a bug'), DiskError('the disk is full')], ids=repr
 )
 def test_a_bug_or_a_full_disk_ends_the_worker(trained, tmp_path, error):
-    trained.before = RaisesForBaseline(error)
+    trained.before_training = RaisesForBaseline(error)
     with pytest.raises(type(error), match=str(error)):
         worker.run(STUDY, tmp_path / 'out')
     assert not trained
@@ -701,7 +709,7 @@ def test_a_worker_does_not_overwrite_the_plan_of_one_that_adds_arms(trained, tmp
             declaration.declare(path, GROWN, build_arms(GROWN))
 
     # The worker of STUDY trains its six runs.
-    trained.before = add_an_arm
+    trained.before_training = add_an_arm
     worker.run(STUDY, path)
     assert len(trained) == 6
 
@@ -756,7 +764,7 @@ def test_a_stored_study_trains_a_run_without_results_from_the_start(trained, fin
     stored.pack(finished, stored_study)
 
     logs_before_training = []  # for each trained run, whether it had a log
-    trained.before = lambda config, workdir: logs_before_training.append(
+    trained.before_training = lambda config, workdir: logs_before_training.append(
         (workdir / 'metrics.jsonl').exists()
     )
 

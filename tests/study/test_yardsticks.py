@@ -67,7 +67,7 @@ def change_results(path, **changes):
     write_lines(path / 'results.jsonl', [result | changes for result in results])
 
 
-def change_data(path):
+def name_other_data_in_results(path):
     """Makes results.jsonl name a version of the data that this machine does not have."""
     data = read_lines(path / 'results.jsonl')[0]['data']
     change_results(path, data=data | {'version': '2'})
@@ -148,8 +148,12 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(study):
         assert trial['shuffled'] is None
 
 
-def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
-    # Packing leaves out the checkpoints.
+def test_a_stored_study_has_losses_of_ngrams_but_none_of_its_trials(study):
+    """Losses of n-grams need only the data. Losses of trials need the checkpoint of their run.
+
+    yardsticks.json has both. A stored study has no checkpoints.
+    """
+    # Packing makes a stored study, and leaves out the checkpoints.
     packed_study = study.path / 'packed'
     stored.pack(study.path, packed_study)
 
@@ -157,12 +161,12 @@ def test_a_stored_study_has_counts_but_no_trials_from_checkpoints(study):
     assert yardsticks.record(packed_study) == []
     assert yardsticks.record(study.path) == []
 
-    # `groups` has the losses of n-grams, which are counted in the data.
+    # `groups` has the losses of n-grams.
     recorded_for_packed = recorded_yardsticks(packed_study)
     recorded_for_study = recorded_yardsticks(study.path)
     assert recorded_for_packed['groups'] == recorded_for_study['groups']
 
-    # `runs` has the losses of trained trials, which need the checkpoint of their run.
+    # `runs` has the losses of trials.
     (packed_run,) = recorded_for_packed['runs']
     assert packed_run['trials'] is None
     assert packed_run['why'] == 'it has no checkpoint'
@@ -211,7 +215,7 @@ def test_models_of_another_kind_have_yardsticks_of_their_own(study, monkeypatch)
     assert [group['measured_for'] for group in groups] == ['decoder', 'encoder']
 
 
-def test_without_checkpoints_only_counts_are_recorded(study):
+def test_without_checkpoints_only_losses_of_ngrams_are_recorded(study):
     """Losses of n-grams need only the data. Losses of trials need the checkpoint of their run."""
     shutil.rmtree(study.path / 'runs')
 
@@ -237,7 +241,7 @@ def test_without_checkpoints_only_counts_are_recorded(study):
 
 
 def test_a_study_whose_data_are_not_here_gets_no_yardsticks(study):
-    change_data(study.path)
+    name_other_data_in_results(study.path)
 
     (problem,) = yardsticks.record(study.path)
 
@@ -421,26 +425,28 @@ def test_a_translation_is_compared_with_word_by_word_translation():
 def test_a_group_of_an_earlier_definition_is_recorded_again(study, monkeypatch):
     """A recorded group with an earlier version of its definition is measured again.
 
-    This needs the data of the study. The version for language models is 1.
+    A group is the entry of yardsticks.json for one size, corpus and length of training. Measuring
+    it needs the data of the study. The version for language models is 1.
     """
     # A group is recorded, and then its definition becomes version 2.
     yardsticks.record(study.path)
     before = recorded_yardsticks(study.path)
+    (group_before,) = before['groups']
     monkeypatch.setitem(DEFINITIONS, 'language', 2)
-    assert not is_current(before['groups'][0])
+    assert not is_current(group_before)
 
-    # On a machine with other data, the group stays unchanged.
-    results = read_lines(study.path / 'results.jsonl')
-    change_data(study.path)
+    # On a machine without the data that results.jsonl names, the group stays unchanged.
+    original_results = (study.path / 'results.jsonl').read_bytes()
+    name_other_data_in_results(study.path)
     (problem,) = yardsticks.record(study.path)
     assert 'other data on this machine' in problem
     assert recorded_yardsticks(study.path) == before
 
-    # With the right data, the group is measured again, with the same losses.
-    write_lines(study.path / 'results.jsonl', results)
+    # With these data, the group is measured again, with the same losses.
+    (study.path / 'results.jsonl').write_bytes(original_results)
     assert yardsticks.record(study.path) == []
     after = recorded_yardsticks(study.path)
-    assert after['groups'] == [before['groups'][0] | {'definition': 2}]
+    assert after['groups'] == [group_before | {'definition': 2}]
     assert after['runs'] == before['runs']
 
 

@@ -201,7 +201,8 @@ def test_settings_that_do_not_fit_their_hash_are_a_problem(study_dir):
 def test_findings_are_cached_until_a_file_changes(study_dir):
     """Findings of a packed study are computed once, and again if one of its files has changed.
 
-    A packed study has its logs in logs.zip.
+    A packed study has its logs in logs.zip, and three more files. One is yardsticks.json, with the
+    losses that the baseline has to beat for a verdict.
     """
     packed_study = study_dir / 'packed'
     studies.write_tuned(study_dir, studies.tuned_arm('qk/vo'))
@@ -210,7 +211,7 @@ def test_findings_are_cached_until_a_file_changes(study_dir):
     findings = load_findings(packed_study)
     assert load_findings(str(packed_study)) is findings
 
-    # The damaged file is read, so the findings do not come from the cache.
+    # After the change, yardsticks.json is read again and refused. The cache would not notice this.
     (packed_study / 'yardsticks.json').write_text('{}')
     with pytest.raises(ReportError, match=r"yardsticks\.json.* be read: .*'groups' is missing"):
         load_findings(packed_study)
@@ -316,12 +317,12 @@ def test_documents_of_a_split_have_different_names():
         _documents_of_split(split, 'test', [2.0])
 
 
-JUDGED = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
+BOTH_WORSE = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
 B_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.WORSE}
 C_WITHHELD = {'b/vo': Decision.WORSE, 'c/vo': Decision.NO_VERDICT}
 
 
-def assert_found(directory, message, decisions):
+def assert_damage_is_reported(directory, message, decisions):
     """Asserts that a damage to a study is reported, and what is decided on b/vo and c/vo.
 
     Args:
@@ -354,17 +355,17 @@ def test_a_verdict_is_withheld_where_results_are_missing(copied_study):
     # The last line is the result of the last verdict trial of c/vo.
     lines = studies.read_lines(copied_study / 'results.jsonl')
     studies.write_lines(copied_study / 'results.jsonl', lines[:-1])
-    assert_found(copied_study, '7 of its 8 verdict trials', C_WITHHELD)
+    assert_damage_is_reported(copied_study, '7 of its 8 verdict trials', C_WITHHELD)
 
 
 def test_a_verdict_needs_no_metrics(copied_study):
     (copied_study / B_RUN / 'metrics.jsonl').unlink()
     message = r'verdict-4 has results, but metrics\.jsonl is missing'
-    assert_found(copied_study, message, JUDGED)
+    assert_damage_is_reported(copied_study, message, BOTH_WORSE)
 
 
 def assert_withheld_without_documents(directory, message):
-    verdict = assert_found(directory, message, B_WITHHELD)
+    verdict = assert_damage_is_reported(directory, message, B_WITHHELD)
     assert [reason.code for reason in verdict.reasons] == [ReasonCode.NO_DOCUMENTS]
 
 

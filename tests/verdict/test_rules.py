@@ -33,7 +33,7 @@ VERDICT_RUNS = {
 }
 SCREENING_OF_B = run_name('b/vo', SIZE, 'screening', 'learning_rate')
 SCREENING_OF_BASELINE = run_name('qk/vo', SIZE, 'screening', 'learning_rate')
-JUDGED = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
+BOTH_WORSE = {'b/vo': Decision.WORSE, 'c/vo': Decision.WORSE}
 ALL_WITHHELD = {'b/vo': Decision.NO_VERDICT, 'c/vo': Decision.NO_VERDICT}
 
 
@@ -373,7 +373,7 @@ def test_settings_that_may_differ_block_no_verdict(study_dir, variants, changes)
 
     findings, decisions, remarks = judge_study(study_dir)
 
-    assert decisions == JUDGED
+    assert decisions == BOTH_WORSE
     assert remarks == []
     assert evaluation_remark() in findings.remarks
 
@@ -407,7 +407,7 @@ def test_results_that_break_no_rule_block_no_verdict(study_dir, records, matched
 
     findings, decisions, remarks = judge_study(study_dir)
 
-    assert decisions == JUDGED
+    assert decisions == BOTH_WORSE
     assert remarks == []
     assert evaluation_remark(num_documents) in findings.remarks
 
@@ -582,7 +582,7 @@ def test_results_without_a_commit_are_mentioned_and_keep_their_verdicts(study_di
 
     _, decisions, remarks = judge_study(study_dir)
 
-    assert decisions == JUDGED
+    assert decisions == BOTH_WORSE
     assert remarks == [Remark(RemarkCode.UNKNOWN_CODE)]
 
 
@@ -632,7 +632,7 @@ def measured_trial(early=2.0, late=1.8, shuffled=None):
     }
 
 
-def ngram_losses(lowest):
+def ngram_yardsticks(lowest):
     """Keywords of `write_yardsticks` that give the best n-grams this test loss."""
     test = {'4-gram': lowest + 0.3, '5-gram': lowest}
     return {'losses': {'val': {'5-gram': 1.0}, 'test': test}}
@@ -671,7 +671,10 @@ def judge_with_yardsticks(directory, yardsticks, trial, bleu):
     ('yardsticks', 'trial', 'bleu'),
     [
         pytest.param(
-            ngram_losses(MEAN_TEST_LOSS + 1e-6), measured_trial(), None, id='better than n-grams'
+            ngram_yardsticks(lowest=MEAN_TEST_LOSS + 1e-6),
+            measured_trial(),
+            None,
+            id='better than n-grams',
         ),
         # The gain is early - late, just above the needed 0.1.
         pytest.param({}, measured_trial(early=2.0, late=1.9 - 1e-6), None, id='uses its context'),
@@ -687,7 +690,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
     study_dir, yardsticks, trial, bleu
 ):
     _, decisions, remarks = judge_with_yardsticks(study_dir, yardsticks, trial, bleu)
-    assert decisions == JUDGED
+    assert decisions == BOTH_WORSE
     assert [remark for remark in remarks if remark.blocks] == []
 
 
@@ -698,7 +701,7 @@ def test_a_baseline_that_passes_its_yardsticks_blocks_no_verdict(
     [
         # The best n-grams have a lower loss than the baseline.
         pytest.param(
-            ngram_losses(lowest=MEAN_TEST_LOSS - 1e-6),
+            ngram_yardsticks(lowest=MEAN_TEST_LOSS - 1e-6),
             measured_trial(),
             None,
             RemarkCode.BELOW_YARDSTICK,
@@ -813,7 +816,7 @@ def test_an_arm_short_of_the_yardstick_of_its_baseline_is_marked(study_dir):
         *three_arms(losses=BASE + 1.0),
         *tuned_arm('b/vo', losses=list(BASE + 2.0), control='equal_shape'),
     ]
-    write_tuned(study_dir, records, yardsticks=ngram_losses(lowest=yardstick))
+    write_tuned(study_dir, records, yardsticks=ngram_yardsticks(lowest=yardstick))
 
     findings, decisions, remarks = judge_study(study_dir)
 
@@ -859,46 +862,53 @@ def test_a_study_whose_yardsticks_are_not_recorded_has_no_verdict(study_dir):
     assert remarks == [Remark(RemarkCode.NO_YARDSTICK, {}, blocks=True, arm=None)]
 
 
-def four_arms_with_two_seeds_far_above(variant):
-    """Returns records of four arms.
+def four_arms_of_which_one_has_two_high_seeds(high_variant):
+    """Returns records of the baseline qk/vo and of b/vo, c/vo and d/vo.
 
-    The losses of one arm, `variant`, are 2 nats/token higher for two of its eight seeds.
+    The losses of each arm are BASE, from 2.00 to 2.35, plus a constant. So all arms have the same
+    spread over seeds. Then two of the eight seeds of `high_variant` get losses higher by 2, which
+    makes its spread about seven times as large.
     """
     records = three_arms() + tuned_arm('d/vo', losses=list(BASE + 0.06))
     for record in records:
-        if record['variant'] == variant and record['trial']['seed'] in (0, 1):
+        if record['variant'] == high_variant and record['trial']['seed'] in (0, 1):
             record['test_loss'] += 2.0
     return records
 
 
 @pytest.mark.parametrize(
-    ('variant', 'withheld'),
+    ('high_variant', 'withheld'),
     [
         pytest.param('b/vo', ['b/vo'], id='an arm'),
         # Every other arm is compared with the baseline.
         pytest.param('qk/vo', ['b/vo', 'c/vo', 'd/vo'], id='the baseline'),
     ],
 )
-def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(variant, withheld, study_dir):
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_their_arm(
+    high_variant, withheld, study_dir
+):
     """An arm gets no verdict if its losses spread too much over seeds.
 
     The limit is sd(arm) <= 3 median(sd(other arms)), where sd is the standard deviation over seeds.
     """
-    write_tuned(study_dir, four_arms_with_two_seeds_far_above(variant))
+    write_tuned(study_dir, four_arms_of_which_one_has_two_high_seeds(high_variant))
 
     _, decisions, remarks = judge_study(study_dir)
 
     (remark,) = [r for r in remarks if r.code is RemarkCode.BIMODAL_SEEDS]
-    assert remark.arm.variant == variant
-    # `usual` is the median over the other arms.
-    assert remark.data['sd'] > 3 * remark.data['usual']
-    assert [v for v, d in decisions.items() if d is Decision.NO_VERDICT] == withheld
+    assert remark.arm.variant == high_variant
+    sd_of_arm = remark.data['sd']
+    median_sd_of_other_arms = remark.data['usual']
+    assert sd_of_arm > 3 * median_sd_of_other_arms
+
+    variants_without_verdict = [v for v, d in decisions.items() if d is Decision.NO_VERDICT]
+    assert variants_without_verdict == withheld
 
 
-@pytest.mark.parametrize('variant', ['b/vo', 'qk/vo'])
-def test_seeds_that_end_far_apart_withhold_the_verdict_of_two_arms(variant, study_dir):
+@pytest.mark.parametrize('high_variant', ['b/vo', 'qk/vo'])
+def test_seeds_that_end_far_apart_withhold_the_verdict_of_two_arms(high_variant, study_dir):
     """The spread of each of two arms is compared with the spread of the other arm."""
-    records = four_arms_with_two_seeds_far_above(variant)
+    records = four_arms_of_which_one_has_two_high_seeds(high_variant)
     two_arms = [record for record in records if record['variant'] in ('qk/vo', 'b/vo')]
     write_tuned(study_dir, two_arms)
     assert judge_study(study_dir).decisions == {'b/vo': Decision.NO_VERDICT}

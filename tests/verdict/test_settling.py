@@ -49,7 +49,8 @@ def test_a_difference_is_settled_if_longer_training_leaves_it_within_the_limit(
 ):
     """A settled difference keeps its sign, and changes by at most a limit.
 
-    The limit is max(margin, 3 * error_of_change).
+    The limit is max(margin, 3 * error_of_change). A difference that is not settled TURNS if it
+    changes its sign, SHRINKS if it comes closer to 0, and GROWS otherwise.
     """
     margin = 0.01
 
@@ -121,16 +122,21 @@ def settling_of_b(path):
 
 @pytest.mark.parametrize(
     # `difference` is the loss of b/vo minus the loss of qk/vo in the longer study.
-    # It is 0.05 in the short study, and the margin is 0.005.
+    # It is 0.05 in the short study. The limit of a change is the margin of 0.005.
     ('difference', 'code'),
-    [(0.052, Length.SETTLED), (0.02, Length.SHRINKS), (-0.05, Length.TURNS)],
+    [
+        pytest.param(0.052, Length.SETTLED, id='changes by less than the limit'),
+        pytest.param(0.02, Length.SHRINKS, id='comes closer to 0 by more than the limit'),
+        pytest.param(-0.05, Length.TURNS, id='changes its sign'),
+    ],
 )
 def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
     short_study, tmp_path, difference, code
 ):
     """A study in the same directory may train the same arms four times as long.
 
-    Its differences show whether the differences of the short study are settled.
+    Its differences show whether the differences of the short study are settled, that is, whether
+    they last.
     """
     long_study = tmp_path / 'long'
     write_study_of_length(long_study, long_records(difference), FRESH_SEEDS, LONG_STEPS)
@@ -139,8 +145,7 @@ def test_a_longer_study_beside_it_says_whether_a_difference_is_settled(
 
     assert settling.code is code
     # The settling also has the difference after the longer training.
-    if code is Length.SHRINKS:
-        assert settling.longer == pytest.approx(difference, abs=1e-3)
+    assert settling.longer == pytest.approx(difference, abs=1e-3)
     # No study trains longer than the long study.
     assert settling_of_b(long_study).code is Length.ONE_LENGTH
 
@@ -195,6 +200,7 @@ def test_the_summary_says_how_long_a_verdict_holds(short_study, tmp_path, differ
 
 
 def test_a_difference_without_a_longer_study_holds_at_its_length(short_study, tmp_path):
+    """A study that cannot be read is not a longer study."""
     damaged = tmp_path / 'damaged'
     damaged.mkdir()
     (damaged / 'study.json').write_text('{')

@@ -160,15 +160,19 @@ def with_interval(arm, low, high):
     return dataclasses.replace(arm, comparison=comparison)
 
 
-def spoken_at_one_rate(study, arm, baseline, monkeypatch):
-    """What the measure `at_one_rate` says of an arm and its baseline: FOR, AGAINST or OPEN."""
+def what_the_difference_says(study, arm, baseline, monkeypatch):
+    """What the measure `at_one_rate` says of a claim by the difference of an arm from its baseline.
+
+    Speaks.FOR or AGAINST the claim, which is that the arm is better by more than the margin, or
+    OPEN.
+    """
     monkeypatch.setattr(measures, '_arms_with_baselines', lambda *_: [(arm, baseline)])
     rows = measures.at_one_rate(study, 'merged/vo')
     assert len(rows) == 1
     return rows[0].speaks
 
 
-# The margin is far below 1 nat/token.
+# Intervals of the difference in nats/token. The margin is far below 1.
 INTERVALS = [
     pytest.param(-2, -1, Speaks.FOR, id='better'),
     pytest.param(1, 2, Speaks.AGAINST, id='worse'),
@@ -183,7 +187,7 @@ def test_an_untuned_difference_speaks_by_its_interval(
 ):
     baseline = untuned_study.arms[1]
     arm = with_interval(baseline, low, high)
-    assert spoken_at_one_rate(untuned_study, arm, baseline, monkeypatch) == speaks
+    assert what_the_difference_says(untuned_study, arm, baseline, monkeypatch) == speaks
 
 
 @pytest.mark.stored
@@ -197,12 +201,13 @@ def test_an_untuned_difference_stays_open_without_a_sound_baseline(
     arm = with_interval(sound, low, high)
 
     # A baseline is unsound if a remark blocks its verdict.
-    remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
-    withheld = dataclasses.replace(sound, remarks=(remark,))
-    assert spoken_at_one_rate(untuned_study, arm, withheld, monkeypatch) == Speaks.OPEN
+    blocking_remark = Remark(RemarkCode.OVER_TOLERANCE, blocks=True)
+    blocked = dataclasses.replace(sound, remarks=(blocking_remark,))
+    assert what_the_difference_says(untuned_study, arm, blocked, monkeypatch) == Speaks.OPEN
 
-    # A baseline is also unsound if one of its trials has diverged.
+    # A baseline is also unsound if one of its trials has diverged. Divergence is counted over
+    # `verdict_trials`. Here they are the `chosen` trials, since the study has one learning rate.
     first_trial, *other_trials = sound.chosen
     diverged_trial = dataclasses.replace(first_trial, status='diverged')
     diverged = dataclasses.replace(sound, verdict_trials=(diverged_trial, *other_trials))
-    assert spoken_at_one_rate(untuned_study, arm, diverged, monkeypatch) == Speaks.OPEN
+    assert what_the_difference_says(untuned_study, arm, diverged, monkeypatch) == Speaks.OPEN

@@ -205,6 +205,7 @@ def test_latex_has_the_equations_of_a_variant():
     """`worked` writes the equations of an attention layer in LaTeX.
 
     The layer has 2 tokens, 2 dimensions and 2 heads. Each head is 2 / 2 = 1 wide, so W_Q is 2 x 1.
+    In LaTeX, '&' aligns equations or separates entries of a row, and two backslashes end a line.
     """
     text = worked(Bench('qk/vo', heads=2), latex=True)
 
@@ -212,19 +213,26 @@ def test_latex_has_the_equations_of_a_variant():
     assert text.count(r'\begin{align*}') == 4
     assert text.count(r'\end{align*}') == 4
 
-    # A[n] = W_Q[n] W_K[n]^T. An index such as 2,21 means head 2, row 2, column 1.
-    entry_of_A = r'  a_{2,21} &= q_{2,21} k_{2,11} \\'
-    assert entry_of_A in text
+    # W_Q: 2 x 1, in each head.
     shape_of_W_Q = r'  W_{\mathrm{Q}}&: 2 \times 1,\ \text{in each head} \\'
     assert shape_of_W_Q in text
 
-    # W_Q[n] is a column and W_K[n]^T is a row, so A[n] has rank 1.
-    end_of_matrix_A = r'& a_{1,12} \\ a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}'
-    assert end_of_matrix_A in text
+    # A[n] = W_Q[n] W_K[n]^T. The index 2,21 means head 2, row 2, column 1. This entry of A is row 2
+    # of W_Q times row 1 of W_K.
+    entry_of_A = r'  a_{2,21} &= q_{2,21} k_{2,11} \\'
+    assert entry_of_A in text
 
-    # Probabilities are the softmax of scale * s. A head is 1 wide, so the scale is 1 and omitted.
-    softmax = r'\exp(s[n]_{\mathrm{ts}}) / \sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})'
-    assert softmax in text
+    # The matrix A[1] has two rows of two entries. W_Q[1] is a column and W_K[1]^T is a row, so A[1]
+    # has rank 1.
+    end_of_first_row = r'& a_{1,12} \\ '
+    second_row_and_rank = r'a_{1,21} & a_{1,22} \end{pmatrix},\ \text{rank 1}'
+    assert f'{end_of_first_row}{second_row_and_rank}' in text
+
+    # p_ts = exp(scale * s_ts) / sum_u exp(scale * s_tu). A head is 1 wide, so the scale is 1 and is
+    # not written.
+    numerator = r'\exp(s[n]_{\mathrm{ts}})'
+    denominator = r'\sum_{\mathrm{u}} \exp(s[n]_{\mathrm{tu}})'
+    assert f'{numerator} / {denominator}' in text
 
 
 def test_an_entry_that_is_minus_another_has_no_symbol_of_its_own():
