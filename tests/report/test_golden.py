@@ -411,20 +411,20 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         assert setting not in text_of_defaults
 
 
-def write_one_seed(directory: Path) -> Path:
+def write_study_of_one_seed(directory: Path) -> Path:
     return write_study(directory, [trial_record('qk/vo'), trial_record('b/vo')])
 
 
-def write_other_documents(directory: Path) -> Path:
-    """Writes a study of three seeds. The arms were evaluated on different documents."""
-    write_several_seeds(directory)
+def write_study_with_different_documents(directory: Path) -> Path:
+    """Writes a study of three seeds, whose arms were evaluated on different documents."""
+    write_study_of_three_seeds(directory)
     records_of_b = [trial_record('b/vo', seed=seed) for seed in range(3)]
     run_of_b = directory / records_of_b[0]['run']
     studies.write_documents(run_of_b, records_of_b, number=90)
     return directory
 
 
-def write_screened(directory: Path) -> Path:
+def write_study_without_verdict_trials(directory: Path) -> Path:
     """Writes a tuned study with results of screening trials, but none of verdict trials."""
     screening = []
     for variant in ('qk/vo', 'b/vo'):
@@ -433,7 +433,7 @@ def write_screened(directory: Path) -> Path:
     return write_tuned(directory, screening)
 
 
-def write_several_seeds(directory: Path) -> Path:
+def write_study_of_three_seeds(directory: Path) -> Path:
     records = []
     for variant in ('qk/vo', 'b/vo'):
         records += [trial_record(variant, seed=seed) for seed in range(3)]
@@ -443,12 +443,19 @@ def write_several_seeds(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ('write', 'sentence'),
     [
-        (write_one_seed, 'One seed: no interval can be given'),
-        (write_other_documents, 'No interval can be given: arm and baseline share one seed only'),
-        (write_screened, 'Tests include the errors over seeds'),
+        (write_study_of_one_seed, 'One seed: no interval can be given'),
+        (
+            write_study_with_different_documents,
+            'No interval can be given: arm and baseline share one seed only',
+        ),
+        (write_study_without_verdict_trials, 'Tests include the errors over seeds'),
     ],
 )
 def test_a_report_without_intervals_speaks_of_none(write, sentence, study_dir):
+    """Where no difference has an interval, a report at most says that none can be given.
+
+    `write` writes such a study.
+    """
     findings = findings_of(write(study_dir))
     text = tables.report_markdown(findings)
     assert sentence in text
@@ -460,7 +467,7 @@ def test_a_report_without_intervals_speaks_of_none(write, sentence, study_dir):
 
 
 def test_a_report_with_intervals_says_what_they_hold(study_dir):
-    text = tables.report_markdown(findings_of(write_several_seeds(study_dir)))
+    text = tables.report_markdown(findings_of(write_study_of_three_seeds(study_dir)))
     assert 'Intervals (95 %, Student t) over 3 seeds are descriptive' in text
     assert 'what another choice of documents would change in a difference is part of its' in text
 
