@@ -169,7 +169,7 @@ def test_logits_of_a_model_with_a_library_kernel_are_compared_on_any_device():
 
 
 def test_logits_are_compared_in_full_precision(monkeypatch):
-    """With the TF32 of GPUs, exact conversions would move logits by almost as much as is allowed."""
+    """With the TF32 of GPUs, exact conversions would move logits nearly as much as is allowed."""
     precisions = []
 
     def recording_with_params(config, params):

@@ -168,7 +168,7 @@ def test_gradients_of_microbatches_are_those_of_one_batch(four_trials):
 def test_means_over_targets_do_not_depend_on_the_scale_of_their_weights(four_trials):
     """The weights of a task from outside may sum to less than 1."""
     config = four_trials(num_layers=1)
-    params = params_of(config)
+    params = initial_params(config)
     batch = language_batch(jnp.asarray(random_tokens(config)[0]))
     gradients = jax.jit(functools.partial(step.gradients, config))
     expected = gradients(params, batch)
