@@ -21,6 +21,9 @@ from qkattn.errors import ConfigError
 NOT_MODULES = {'evaluate': ('text', 'tokens'), 'tokenizer': ('tiktoken',)}
 # 'package.module:name'
 IMPORT_PATH = re.compile(r'[^\W\d][\w.]*:[^\W\d]\w*')
+# The folders of the package's own code. In a checkout, experiments/ is beside qkattn/.
+_PACKAGE = Path(__file__).parents[1]
+_FOLDERS = (f'{_PACKAGE}{os.sep}', f'{_PACKAGE.parent / "experiments"}{os.sep}')
 
 
 def import_object(path: str, field: str, error: type[ValueError] = ConfigError) -> Any:
@@ -35,6 +38,11 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
         error: The path is malformed, the module cannot be imported, or the module lacks the name.
     """
     module_name, _, name = path.partition(':')
+    if module_name.endswith('.py'):
+        module_of_file = _module_of_file(module_name)
+        raise error(
+            f'{field}={path!r} names a file; name its module, as in {module_of_file}:{name}'
+        )
     parts = [*module_name.split('.'), name]
     if not all(part.isidentifier() for part in parts):
         raise error(f'{field}={path!r} must be written package.module:name to be an import path')
@@ -55,30 +63,47 @@ def import_object(path: str, field: str, error: type[ValueError] = ConfigError) 
     return getattr(module, name)
 
 
+def _module_of_file(file: str) -> str:
+    """Returns the module name of a Python file: 'scores.mine' for 'scores/mine.py'.
+
+    Without its folders if they cannot be packages, as in '/home/me/mine.py'.
+    """
+    path = Path(file)
+    folders = path.parent.parts
+    if all(folder.isidentifier() for folder in folders):
+        return '.'.join([*folders, path.stem])
+    return path.stem
+
+
 def describe_failure(failure: Exception) -> str:
     """Describes an exception in one line, such as 'KeyError in my_file.py, line 9: ...'.
 
-    The line is that of a syntax error, or the last one outside of installed libraries and
-    Python's own.
+    The line is that of a syntax error, or the last one of the user's code: outside of this package,
+    installed libraries and Python's own. Without such a line, it is the last one of this package.
     """
     if isinstance(failure, SyntaxError) and failure.filename is not None:
         return f'SyntaxError in {failure.filename}, line {failure.lineno}: {failure.msg}'
     frames = traceback.extract_tb(failure.__traceback__)
-    user_frames = [frame for frame in frames if not _is_of_library(frame.filename)]
-    last_frame = user_frames[-1] if user_frames else frames[-1]
+    non_library_frames = [frame for frame in frames if not _is_of_library(frame.filename)]
+    user_frames = [frame for frame in non_library_frames if not frame.filename.startswith(_FOLDERS)]
+    raising_frame = non_library_frames[-1] if non_library_frames else frames[-1]
+    last_frame = user_frames[-1] if user_frames else raising_frame
     error_name = type(failure).__name__
     reason = ' '.join(str(failure).split())  # without line breaks
     if not reason and isinstance(failure, NotImplementedError):
-        reason = f'a subclass must define {last_frame.name}'
+        # The method of a base class, which the user's code may have called.
+        reason = f'a subclass must define {raising_frame.name}'
     elif not reason:
-        reason = f'raised by {last_frame.name}'
+        reason = f'raised by {raising_frame.name}'
     return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
 
 
 def _is_of_library(filename: str) -> bool:
     """Whether a file belongs to an installed library or to Python's standard library."""
     standard_library = sysconfig.get_path('stdlib') + os.sep
-    return 'site-packages' in filename or filename.startswith((standard_library, '<frozen '))
+    # dataclasses generates methods in the file '<string>'.
+    beginnings = (standard_library, '<frozen ', '<string>')
+    return 'site-packages' in filename or filename.startswith(beginnings)
 
 
 def import_paths(config_json: Any) -> list[str]:

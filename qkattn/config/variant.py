@@ -13,10 +13,15 @@ class Variant(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> 'Variant':
-        """Splits 'score/value'; raises SpecError for text without a slash."""
+        """Splits 'score/value'; raises SpecError for text without a slash, or with a file."""
         score, slash, value = text.partition('/')
         if not slash:
             raise SpecError(f'variant {text!r} must be written score/value, e.g. qk/vo')
+        # In 'my_folder/my_file.py:MyScore/vo', the first slash is that of a folder.
+        if '.py:' in value and text.count('/') > 1:
+            raise SpecError(
+                f'variant {text!r} names a file; name its module, as in my_folder.my_file:Mine/vo'
+            )
         return cls(score, value)
 
     def __str__(self) -> str:

@@ -13,8 +13,8 @@ from qkattn.config.calls import accepts_arguments, resolve
 from qkattn.config.imports import import_paths, require_named
 from qkattn.config.run_config import Config, DataConfig, MeshConfig, TrainConfig, TrialsConfig
 from qkattn.config.serialize import fingerprint, fingerprint_of, from_json, to_json
-from qkattn.config.variant import split_pattern
-from qkattn.errors import ConfigError
+from qkattn.config.variant import Variant, split_pattern
+from qkattn.errors import ConfigError, SpecError
 from qkattn.model.sites import validate
 from qkattn.study.stored import PLAN, open_files, planned
 from tests.attention import examples  # noqa: F401, classes that the settings name
@@ -120,6 +120,27 @@ def assert_schedule_is_refused(text, message):
 def test_a_malformed_import_path_is_refused(text):
     message = '^optimizer.schedule=.* must be written package.module:name to be'
     assert_schedule_is_refused(text, message)
+
+
+@pytest.mark.parametrize(
+    ('file', 'module'),
+    [
+        ('outside_calls.py', 'outside_calls'),
+        ('./outside_calls.py', 'outside_calls'),
+        ('schedules/mine.py', 'schedules.mine'),
+        ('/home/me/mine.py', 'mine'),
+        ('../mine.py', 'mine'),
+    ],
+)
+def test_a_file_in_place_of_a_module_is_refused_with_its_module(file, module):
+    message = f"schedule='{file}:Linear' names a file; name its module, as in {module}:Linear$"
+    assert_schedule_is_refused(f'{file}:Linear(slope=2)', message)
+
+
+@pytest.mark.parametrize('text', ['scores/mine.py:Mine/vo', 'qk/values/mine.py:Mine'])
+def test_a_file_in_a_folder_in_place_of_a_module_of_a_variant_is_refused(text):
+    with refused(f"variant '{text}' names a file; name its module", SpecError):
+        Variant.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +378,27 @@ def test_an_outside_class_that_fails_is_refused(fields, message, tmp_path):
     message = message.replace('{tmp_path}', str(tmp_path))
     with refused(re.escape(message)):
         validate(config_with(fields))
+
+
+CALLS_QKATTN = """
+from qkattn.config.variant import Variant
+VARIANT = Variant.parse('qk')
+"""
+CALLS_EXPERIMENTS = """
+from experiments.claims.claim import Expectation
+EXPECTATION = Expectation('lm', 'qk/vo', 'x')
+"""
+
+
+@pytest.mark.parametrize('source', [CALLS_QKATTN, CALLS_EXPERIMENTS], ids=['qkattn', 'experiments'])
+def test_an_error_of_the_package_is_located_in_the_module_that_calls_it(
+    tmp_path, monkeypatch, source
+):
+    (tmp_path / 'calls_the_package.py').write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = f'Error in {tmp_path}/calls_the_package.py, line 3: '
+    with refused(re.escape(message)):
+        validate(config_with({'model.score': 'calls_the_package:Score'}))
 
 
 def test_a_syntax_error_is_located_in_the_module(tmp_path, monkeypatch):
