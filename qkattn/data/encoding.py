@@ -76,7 +76,11 @@ def encoder(kind: str, tokenizer: Tokenizer, workers: int) -> Iterator[Encode]:
 def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
     """Encodes one document, or returns a ValueError if encoding fails or gives invalid ids."""
     try:
-        ids = np.append(tokenizer.encode(text), tokenizer.separator)
+        ids_of_text = np.asarray(tokenizer.encode(text))
+        are_whole = np.issubdtype(ids_of_text.dtype, np.integer)
+        if ids_of_text.size and not are_whole:  # an empty list becomes an array of floats
+            raise ValueError(f'its ids are {ids_of_text.dtype}; they must be of an integer type')
+        ids = np.append(ids_of_text, tokenizer.separator)
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
             raise ValueError(f'it has ids outside of 0 .. {tokenizer.vocab_size - 1}')
         if np.count_nonzero(ids == tokenizer.separator) > 1:

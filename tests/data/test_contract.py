@@ -272,8 +272,9 @@ def test_a_task_says_what_to_beat_on_every_evaluated_split(task, data):
         assert yardsticks.losses['val'] == {'frequencies': rows.unigram_nats('validation')}
 
 
-# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets, and `Shifted`
-# has ids outside of the vocabulary.
+# Tasks that break the interface: `Opened` takes no config, `Short` cuts its targets, `Shifted` has
+# ids outside of the vocabulary, and `Halved` ids that are not whole. `Renamed` has a split of
+# another name. `Unweighted` predicts nothing, and `Negative` has loss weights below 0.
 MISREAD = """
 from qkattn.data.tasks.language import LanguageRows
 class Opened(LanguageRows):
@@ -289,11 +290,30 @@ class Shifted(LanguageRows):
     def read(self, split, rows_B, draws_B2):
         batch = super().read(split, rows_B, draws_B2)
         return batch | {'tokens_BT': batch['tokens_BT'] + 256}
+class Halved(LanguageRows):
+    def read(self, split, rows_B, draws_B2):
+        batch = super().read(split, rows_B, draws_B2)
+        return batch | {'targets_BT': batch['targets_BT'] / 2}
+class Renamed(LanguageRows):
+    @property
+    def splits(self): return ('train', 'valid')
+    @splits.setter
+    def splits(self, names): pass
+    def count(self, split): return 1
+class Unweighted(LanguageRows):
+    def read(self, split, rows_B, draws_B2):
+        batch = super().read(split, rows_B, draws_B2)
+        return batch | {'loss_weights_BT': 0 * batch['loss_weights_BT']}
+class Negative(LanguageRows):
+    def read(self, split, rows_B, draws_B2):
+        batch = super().read(split, rows_B, draws_B2)
+        return batch | {'loss_weights_BT': -batch['loss_weights_BT']}
 """
 
 
 # Probes that break the interface: `Unfinished` lacks its methods, `Paired` gives two arrays,
 # `Longer` has more targets than tokens, and the separator of `Outside` is not in its vocabulary.
+# `Halves` has ids that are not whole, and `Targetless` predicts nothing.
 MISMADE = """
 from qkattn.data.tasks.probe_tasks import Probe, Sizes
 from sorting import Sorting
@@ -307,6 +327,14 @@ class Longer(Sorting):
         return tokens_BT, targets_BT.repeat(2, axis=1), weights_BT
 class Outside(Sorting):
     sizes = Sizes(vocabulary=10, answers=10, draws=64)
+class Halves(Sorting):
+    def make(self, u_BU):
+        tokens_BT, targets_BT, weights_BT = super().make(u_BU)
+        return tokens_BT / 2, targets_BT, weights_BT
+class Targetless(Sorting):
+    def make(self, u_BU):
+        tokens_BT, targets_BT, weights_BT = super().make(u_BU)
+        return tokens_BT, targets_BT, 0 * weights_BT
 """
 
 
@@ -326,6 +354,16 @@ def wrong_modules(outside):
         'valid': fables.replace("('train',)", "('train', 'valid')"),
         # A split has no documents.
         'lacking': fables.replace("('train',)", "('train', 'test')"),
+        # The function of the documents returns the same generator in each call, or for each split.
+        'spent': fables.replace('texts = [', 'texts = (').replace(']\n', ')\n'),
+        'shared': fables.replace("('train',)", "('train', 'validation')").replace(
+            "{'train': texts}", "dict.fromkeys(('train', 'validation'), iter(texts))"
+        ),
+        # The function of the documents returns no dict, or an empty one.
+        'undivided': fables.replace("{'train': texts}", 'texts'),
+        'empty': fables.replace("{'train': texts}", '{}'),
+        # The names of the splits are a generator.
+        'generated': fables.replace("('train',)", "(name for name in ['train'])"),
         # The function of the documents does not take a language.
         'argued': fables.replace('lambda _:', 'lambda:'),
         # The file of the corpus is not named, so pathlib fails.
@@ -377,6 +415,31 @@ def wrong_modules(outside):
             id='split without documents',
         ),
         pytest.param(
+            {'name': 'spent:fables'},
+            "'spent:fables': split 'train' has no document; .* it was used up before: make a fresh",
+            id='a generator in each call',
+        ),
+        pytest.param(
+            {'name': 'shared:fables'},
+            "'shared:fables': split 'validation' has no document; .* it was used up before",
+            id='a generator for each split',
+        ),
+        pytest.param(
+            {'name': 'undivided:fables'},
+            "'undivided:fables': documents must return a dict of documents by split, not ",
+            id='documents without splits',
+        ),
+        pytest.param(
+            {'name': 'empty:fables'},
+            "'empty:fables': splits names 'train', but documents has no split",
+            id='no documents',
+        ),
+        pytest.param(
+            {'name': 'generated:fables'},
+            "'generated:fables': splits must be a tuple, not <generator",
+            id='a generator of splits',
+        ),
+        pytest.param(
             {'name': 'argued:fables'},
             "'argued:fables' fails, TypeError in .*takes 0 positional",
             id='documents takes no language',
@@ -418,6 +481,28 @@ def wrong_modules(outside):
             id='ids outside of the vocabulary',
         ),
         pytest.param(
+            {'task': 'misread:Halved'},
+            "targets_BT of data.task='misread:Halved' holds float64; it must be of an integer type",
+            id='ids that are not whole',
+        ),
+        pytest.param(
+            {'task': 'misread:Renamed'},
+            r"splits=\('train', 'valid'\) of data.task='misread:Renamed' must be one of \('train'",
+            id='a split of another name',
+        ),
+        pytest.param(
+            {'task': 'misread:Unweighted'},
+            "loss_weights_BT of data.task='misread:Unweighted' are 0 in .* rows of split 'train', "
+            'so nothing is predicted',
+            id='rows without targets',
+        ),
+        pytest.param(
+            {'task': 'misread:Negative'},
+            "loss_weights_BT of data.task='misread:Negative' are from -1.0 to .* in split 'train'; "
+            'they must be finite and at least 0',
+            id='negative loss weights',
+        ),
+        pytest.param(
             {'name': 'pathless:read'},
             "data.name='pathless:read' fails, TypeError in .*pathless.py, line 3: expected str",
             id='failure in the standard library',
@@ -442,6 +527,17 @@ def wrong_modules(outside):
             r"tokens_BT of data.name='mismade:Outside\(length=64\)' holds ids from 0 to 10 in "
             "split 'train'; they must be at least 0 and below vocab_size=10",
             id='ids of a probe outside of the vocabulary',
+        ),
+        pytest.param(
+            {'name': 'mismade:Halves(length=64)'},
+            r"data.name='mismade:Halves\(length=64\)' fails, TypeError in .*: tokens_BT holds "
+            'float64; it must be of an integer type',
+            id='ids of a probe that are not whole',
+        ),
+        pytest.param(
+            {'name': 'mismade:Targetless(length=64)'},
+            r"loss_weights_BT of data.name='mismade:Targetless\(length=64\)' are 0 in .* rows",
+            id='rows of a probe without targets',
         ),
     ],
 )

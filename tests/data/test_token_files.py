@@ -330,6 +330,7 @@ def test_files_of_the_user_are_not_replaced(text_config, tmp_path, name):
     ('ids', 'message'),
     [
         ([300], 'it has ids outside of 0 .. 255'),
+        ([97.5], 'its ids are float64; they must be of an integer type'),
         ([-1], 'it has ids outside of 0 .. 255'),
         ([5, 0, 5], 'its ids hold the separator, 0'),
     ],

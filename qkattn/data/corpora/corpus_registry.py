@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from qkattn.config import DataConfig
@@ -218,6 +218,8 @@ def _check_corpus(corpus: Any, config: DataConfig) -> None:
             f'data.languages={config.languages!r}, but {name!r} returns text {returned}'
         )
 
+    if not isinstance(corpus.splits, tuple | list):
+        raise ConfigError(f'data.name={name!r}: splits must be a tuple, not {corpus.splits!r:.80}')
     # Otherwise a misnamed split, such as 'valid', would be ignored.
     for split in corpus.splits:
         if split not in SPLITS:
@@ -230,24 +232,38 @@ def _checked_documents(
 ) -> dict[str, Iterable[bytes]]:
     """Returns the documents of each split of a user's corpus, with checks.
 
-    Raises ConfigError if a split is missing or `corpus.documents` fails. A document that is not
-    bytes raises ConfigError when it is read. `name` is the value of data.name, for the messages.
+    Raises ConfigError if a split is missing or `corpus.documents` fails; when documents are read,
+    also if there are none or one is not bytes. `name` is the value of data.name, for the messages.
     """
-
-    def check_document(document: bytes) -> bytes:
-        if not isinstance(document, bytes):
-            raise ConfigError(f'data.name={name!r}: a document must be bytes, not {document!r:.40}')
-        return document
-
     documents_of_split = call_with_config_errors(
         'data.name', name, lambda: corpus.documents(language)
     )
+    if not isinstance(documents_of_split, Mapping):
+        raise ConfigError(
+            f'data.name={name!r}: documents must return a dict of documents by split, not '
+            f'{documents_of_split!r:.80}'
+        )
     for split in corpus.splits:
         if split not in documents_of_split:
+            returned_splits = ', '.join(map(str, documents_of_split))
+            returned = f'has only {returned_splits}' if returned_splits else 'has no split'
             raise ConfigError(
-                f'data.name={name!r}: splits names {split!r}, but documents has only '
-                f'{", ".join(documents_of_split)}'
+                f'data.name={name!r}: splits names {split!r}, but documents {returned}'
             )
-    return {
-        split: map(check_document, documents) for split, documents in documents_of_split.items()
-    }
+
+    def checked(split: str) -> Iterator[bytes]:
+        is_empty = True
+        for document in documents_of_split[split]:
+            is_empty = False
+            if not isinstance(document, bytes):
+                raise ConfigError(
+                    f'data.name={name!r}: a document must be bytes, not {document!r:.40}'
+                )
+            yield document
+        if is_empty:
+            raise ConfigError(
+                f'data.name={name!r}: split {split!r} has no document; if documents returns a '
+                'generator, it was used up before: make a fresh one in each call, for each split'
+            )
+
+    return {split: checked(split) for split in documents_of_split}

@@ -68,17 +68,21 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     # Maps split and document name to a file: files['train']['train/a.txt'].
     files: dict[str, dict[str, Path]] = {}
     # First choice: plain text named after a split, such as train.txt, ptb.valid.txt or test/a.txt.
+    names_read = []  # of files and folders in the directory
     empty_folders = []
     for split, path in _paths_of_splits(directory).items():
         if _is_text(path):
             _require_lower_suffix(path)
             files[split] = {split: path}
+            names_read.append(path.name)
         elif files_of_split := _text_files(path, directory):
             files[split] = files_of_split
+            names_read.append(path.name)
         else:
             empty_folders.append(path)
     if files:
-        _refuse_unread_text(directory, files)
+        _refuse_unread_records(directory, names_read)
+        _refuse_unread_text(directory, names_read)
 
     # Second choice: records, such as train.jsonl.
     if not files:
@@ -115,30 +119,41 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     )
 
 
-def _refuse_unread_text(directory: Path, files: dict[str, dict[str, Path]]) -> None:
-    """Raises ConfigError for text beside `files` that the user probably wants to be read.
+def _refuse_unread_records(directory: Path, names_read: list[str]) -> None:
+    """Raises ConfigError for records of a split beside plain text, such as validation.jsonl.
 
-    This is text of a split in another format, such as validation.jsonl. It is also text without a
-    split, such as notes.txt, beside a name that only ends with a split, such as ptb.train.txt.
+    Args:
+        directory: The user's directory.
+        names_read: The files and folders in it that are read as plain text of a split.
     """
-    files_read = {file for files_of_split in files.values() for file in files_of_split.values()}
-    names_read = sorted({file.relative_to(directory).parts[0] for file in files_read})
+    first_name = min(names_read)
     for path in sorted(directory.iterdir()):
         split = split_at_end(path.name, tuple(records.SUFFIXES))
         if split is not None:
             raise ConfigError(
-                f'data.path: {str(path)!r} is not read beside {names_read[0]}; give its text as '
+                f'data.path: {str(path)!r} is not read beside {first_name}; give its text as '
                 f'{split}.txt or in a folder {split}, or move it'
             )
 
-    # A title may end with 'test' by chance, unlike a file with the whole name 'test.txt'.
-    titled_names = [name for name in names_read if name.lower().partition('.')[0] not in WORDS]
-    if not titled_names:
+
+def _refuse_unread_text(directory: Path, names_read: list[str]) -> None:
+    """Raises ConfigError for text without a split beside a title that ends with a split.
+
+    A title such as my.test.txt may end with 'test' by chance. Then it is text of the same kind as
+    notes.txt beside it. The whole name test.txt is no title.
+
+    Args:
+        directory: The user's directory.
+        names_read: The files and folders in it that are read as plain text of a split.
+    """
+    titles = [name for name in sorted(names_read) if name.lower().partition('.')[0] not in WORDS]
+    if not titles:
         return
-    for file in _text_files(directory, directory).values():
-        if file not in files_read:
+    for name, file in _text_files(directory, directory).items():
+        file_or_folder = name.partition('/')[0]
+        if file_or_folder not in names_read:
             raise ConfigError(
-                f'data.path: {str(file)!r} names no split, but {titled_names[0]!r} ends with one; '
+                f'data.path: {str(file)!r} names no split, but {titles[0]!r} ends with one; '
                 'rename one of them, or move it'
             )
 

@@ -173,12 +173,25 @@ class Yardsticks:
 def token_batch(
     tokens_BT: np.ndarray, targets_BT: np.ndarray, loss_weights_BT: np.ndarray
 ) -> Batch:
-    """Makes a batch whose only input is tokens, in the dtypes of `Rows.array_shapes`."""
+    """Makes a batch whose only input is tokens, in the dtypes of `Rows.array_shapes`.
+
+    Raises:
+        TypeError: Ids are not whole numbers.
+    """
+    for name, ids_BT in {'tokens_BT': tokens_BT, 'targets_BT': targets_BT}.items():
+        if not are_whole(ids_BT):
+            dtype = np.asarray(ids_BT).dtype
+            raise TypeError(f'{name} holds {dtype}; it must be of an integer type')
     return {
         'tokens_BT': np.asarray(tokens_BT, INT),
         'targets_BT': np.asarray(targets_BT, INT),
         'loss_weights_BT': np.asarray(loss_weights_BT, FLOAT),
     }
+
+
+def are_whole(ids: np.ndarray) -> bool:
+    """Returns whether an array is of an integer type, or of bools, which stand for 0 and 1."""
+    return np.asarray(ids).dtype.kind in 'iub'
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np.ndarray:

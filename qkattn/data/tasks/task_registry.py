@@ -11,10 +11,11 @@ import numpy as np
 from qkattn.config import Config, DataConfig
 from qkattn.config.calls import call_with_config_errors, resolve
 from qkattn.data.corpora import corpus_registry
-from qkattn.data.pipeline import eval_batches, train_batch
+from qkattn.data.corpora.corpus import SPLITS
+from qkattn.data.pipeline import eval_batches, eval_rows, train_batch
 from qkattn.data.tasks import probe_tasks
 from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
-from qkattn.data.tasks.rows import Batch, DataForm, Rows, Yardsticks
+from qkattn.data.tasks.rows import Batch, DataForm, Rows, Yardsticks, are_whole
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
 from qkattn.errors import ConfigError
@@ -84,7 +85,9 @@ def rows_of(config: Config) -> Rows:
 
     # Exceptions in the user's code become ConfigErrors that name the field.
     rows = call_with_config_errors(field, value, open_rows)
+    _check_splits(rows, field, value)
     _check_arrays(config, rows, field, value)
+    _check_targets(config, rows, field, value)
     return rows
 
 
@@ -157,6 +160,20 @@ def _open_rows(config: Config, task: type[Rows], options: Mapping[str, Any]) -> 
     return rows
 
 
+def _check_splits(rows: Rows, field: str, value: str) -> None:
+    """Raises ConfigError if the rows have no validation split, or another one than SPLITS.
+
+    The message names the field that names the task or probe, and its value.
+    """
+    valid_splits = (SPLITS[:2], SPLITS)  # without or with 'test'
+    is_sequence = isinstance(rows.splits, tuple | list)
+    if not is_sequence or tuple(rows.splits) not in valid_splits:
+        raise ConfigError(
+            f'splits={rows.splits!r} of {field}={value!r} must be one of '
+            f'{", ".join(map(repr, valid_splits))}'
+        )
+
+
 def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
     """Raises ConfigError if a row has wrong arrays or ids outside the vocabulary, in any split.
 
@@ -176,6 +193,12 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
                 f'read of {field}={value!r} gives {_shapes_text(shapes)} for one row of '
                 f'split {split!r}; it must give {_shapes_text(expected_shapes)}'
             )
+        for name, (_, dtype) in rows.array_shapes(config.model).items():
+            if np.dtype(dtype).kind == 'i' and not are_whole(batch[name]):
+                raise ConfigError(
+                    f'{name} of {field}={value!r} holds {np.asarray(batch[name]).dtype}; it must '
+                    'be of an integer type'
+                )
         for name in ('tokens_BT', 'targets_BT'):
             ids = np.asarray(batch[name])
             if ids.min() < 0 or ids.max() >= rows.vocab_size:
@@ -184,6 +207,32 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
                     f'in split {split!r}; they must be at least 0 and below '
                     f'vocab_size={rows.vocab_size}'
                 )
+
+
+def _check_targets(config: Config, rows: Rows, field: str, value: str) -> None:
+    """Raises ConfigError if the first batch of a split has no targets, or invalid loss weights.
+
+    Without targets, a loss is NaN. The message names the field that names the task or probe, and
+    its value.
+    """
+    batch_size = config.train.batch_size
+    for split in rows.splits:
+        row_B = eval_rows(rows, split, max_rows=batch_size)
+        draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
+        read = functools.partial(rows.read, split, row_B, draws_B2)
+        batch = call_with_config_errors(field, value, read)
+        loss_weights_BT = np.asarray(batch['loss_weights_BT'])
+        are_valid = np.isfinite(loss_weights_BT).all() and loss_weights_BT.min() >= 0
+        if not are_valid:
+            raise ConfigError(
+                f'loss_weights_BT of {field}={value!r} are from {loss_weights_BT.min()} to '
+                f'{loss_weights_BT.max()} in split {split!r}; they must be finite and at least 0'
+            )
+        if not loss_weights_BT.any():
+            raise ConfigError(
+                f'loss_weights_BT of {field}={value!r} are 0 in {len(row_B)} rows of split '
+                f'{split!r}, so nothing is predicted; they must be above 0 where the loss counts'
+            )
 
 
 def _shapes_text(shapes: Mapping[str, tuple[int, ...]]) -> str:
