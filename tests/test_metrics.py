@@ -169,6 +169,10 @@ MISSING = score(value=lambda sums, _: sums['yours'])
 NOTHING = Metric('mine', 'score', 'Some.')
 SEVERAL = score(per_target=lambda p: p.logits_BTV)
 def fails(*, k=1): return 1 / 0
+UPPER = score('Mine')
+LOSS = Metric('mine', 'loss', 'Some.')
+UP = score(direction='up')
+SPLIT = score(prefixes=('validation',))
 """
 
 
@@ -186,6 +190,10 @@ def bad_module(outside):
         ('jnp', "train.metrics='bad:jnp' is not a Metric, or a function"),
         ('fails', 'fails, ZeroDivisionError in .*bad.py, line 12: '),
         ('FIELD', "metric 'tokens' has the name of another"),
+        ('UPPER', "^name='Mine' of a metric must be lower-case letters, digits and underscores"),
+        ('LOSS', "^role='loss' of metric 'mine' must be 'score'$"),
+        ('UP', "^direction='up' of metric 'mine' must be 'lower' or 'higher'$"),
+        ('SPLIT', r"^prefixes=\('validation',\) of metric 'mine' must be \('val', 'test'\), "),
         ('MEAN', r"per_target of metric 'mine' gives \(2,\) for targets .* \(2, 3\)"),
         ('SCALAR', r"value of metric 'mine' gives \(\) for sums of shape \(5, 7\)"),
         ('MISSING', "metrics='bad:MISSING' fails, KeyError in .* line 9"),

@@ -210,6 +210,15 @@ def _check_sharing(
     if not value.shares:
         return
 
+    offered = set(score.shareable)
+    for built_in in SCORES.values():
+        offered.update(built_in.shareable)
+    if not isinstance(value.shares, tuple) or not offered.issuperset(value.shares):
+        raise SpecError(
+            f'shares={value.shares!r} of the value {spec.value} must be a tuple of projections '
+            f'that scores share: {", ".join(sorted(offered))}'
+        )
+
     for projection in value.shares:
         if projection not in score.shareable:
             names = [name for name, cls in SCORES.items() if projection in cls.shareable]

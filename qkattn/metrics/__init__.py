@@ -334,23 +334,38 @@ def with_outside(outside: Iterable[Metric]) -> Mapping[str, Metric]:
     """Returns METRICS and metrics from outside the package, by name.
 
     Raises:
-        ConfigError: A metric from outside has another role than 'score', or its name is malformed
-            or taken.
+        ConfigError: A field of a metric from outside is not valid, or its name is taken.
     """
     metrics = dict(METRICS)
     for metric in outside:
-        is_valid_name = re.fullmatch('[a-z][a-z0-9_]*', metric.name)
-        if not is_valid_name or metric.role != 'score':
-            raise ConfigError(
-                f'metric {metric.name!r} of role {metric.role!r} must have a name of lower-case '
-                "letters, digits and underscores, and the role 'score'"
-            )
+        _check_fields(metric)
         if metric.name in _RESERVED_NAMES or metric.name in metrics:
             raise ConfigError(
                 f'metric {metric.name!r} has the name of another; give it a name of its own'
             )
         metrics[metric.name] = metric
     return metrics
+
+
+def _check_fields(metric: Metric) -> None:
+    """Raises ConfigError for the first field of a metric from outside that is not valid."""
+    if not re.fullmatch('[a-z][a-z0-9_]*', metric.name):
+        raise ConfigError(
+            f'name={metric.name!r} of a metric must be lower-case letters, digits and underscores, '
+            'with a letter first'
+        )
+    if metric.role != 'score':
+        raise ConfigError(f"role={metric.role!r} of metric {metric.name!r} must be 'score'")
+    if metric.direction not in ('lower', 'higher'):
+        raise ConfigError(
+            f"direction={metric.direction!r} of metric {metric.name!r} must be 'lower' or 'higher'"
+        )
+    valid_prefixes = set(PREFIXES.values())
+    if not metric.prefixes or not valid_prefixes.issuperset(metric.prefixes):
+        raise ConfigError(
+            f'prefixes={metric.prefixes!r} of metric {metric.name!r} must be '
+            "('val', 'test'), ('val',) or ('test',)"
+        )
 
 
 def named(texts: Sequence[str]) -> Mapping[str, Metric]:

@@ -52,6 +52,18 @@ class QueryIsValue(QIsV):
     """A Value from outside the package that uses W_Q of its Score."""
 
 
+class SharesAText(QIsV):
+    """A Value whose projections are not in a tuple."""
+
+    shares = 'query'
+
+
+class SharesAnUnknownProjection(QIsV):
+    """A Value with a projection that no Score has."""
+
+    shares = ('query', 'output')
+
+
 ROPE = {'positions': 'rope'}
 WIDE = {'head_size': 16}
 # Variant, changes of the sizes of a layer of 4 heads of 8 channels, part of the refusal.
@@ -126,6 +138,16 @@ REFUSED = [
     ('merged/k_is_v', {}, 'k_is_v uses the key projection of its score, and merged has none'),
     ('merged/q_is_v', {}, 'uses the query projection.*scores that have one are qk, shared_qk'),
     ('shared_qk/q_is_v', {}, 'is the key matrix: write k_is_v in place of q_is_v'),
+    (
+        'qk/tests.attention.test_registry:SharesAText',
+        {},
+        "shares='query' of the value .* must be a tuple of .*: key, latent, query$",
+    ),
+    (
+        'qk/tests.attention.test_registry:SharesAnUnknownProjection',
+        {},
+        r"shares=\('query', 'output'\) of the value .* must be .*: key, latent, query$",
+    ),
     (
         'shared_qk/tests.attention.test_registry:QueryIsValue',
         {},

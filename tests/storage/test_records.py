@@ -90,7 +90,7 @@ def test_a_file_without_checksums_is_read(tmp_path, value, schema):
         ('top_3', {'decimals': None}, "metric 'top_3': field 'decimals' is None, expected int"),
         ('top_3', {'value': 'os:system'}, "metric 'top_3': field 'value' is 'os:system', expected"),
         ('top_3', {'prefixes': ['train']}, "metric 'top_3': field 'prefixes' is"),
-        ('val_loss', {'role': 'loss'}, "metric 'val_loss' of role 'loss' must have"),
+        ('val_loss', {'role': 'loss'}, "role='loss' of metric 'val_loss' must be 'score'"),
         ('accuracy', {}, "metric 'accuracy' has the name of another"),
     ],
 )
