@@ -710,19 +710,15 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         if row is None:
             continue
         verdict = row.decision or ''
+        dagger = '†' if row.is_short else ''
         line = _line(
             row,
             style_of=verdict,
             is_decided=verdict in decided,
-            name=f'{answer.name}{"†" if row.is_short else ""}: {verdict}',
+            name=f'{answer.name}{dagger}: {verdict}',
+            meaning=verdict,
+            longer_row=judged_answer.row(model, Kind.LONGER),
         )
-        line = line._replace(meaning=verdict)  # the text in the legend
-        longer_row = judged_answer.row(model, Kind.LONGER)
-        if longer_row is not None:
-            line = line._replace(
-                longer=(longer_row.value, longer_row.low, longer_row.high),
-                longer_meaning=SHAPES[Kind.LONGER].column,
-            )
         lines.append(line)
     if not lines:
         return None
@@ -732,11 +728,30 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)
 
 
-def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '') -> Line:
-    """Returns the line of a difference in a figure. Lines with equal `style_of` share a style.
+def _line(
+    row: Row,
+    *,
+    style_of: str,
+    is_decided: bool,
+    name: str,
+    right: str = '',
+    meaning: str = 'mean',
+    longer_row: Row | None = None,
+) -> Line:
+    """Returns the line of a difference in a figure.
 
-    The axis shows `name`, with `right` below it.
+    Args:
+        row: The difference.
+        style_of: Lines with equal texts share a style.
+        is_decided: Whether the name is bold.
+        name: The text beside the axis.
+        right: A text below the name.
+        meaning: What the legend calls the marker of the difference.
+        longer_row: The difference after longer training, if it is shown below this one.
     """
+    longer = None
+    if longer_row is not None:
+        longer = (longer_row.value, longer_row.low, longer_row.high)
     reported = None
     # A row that does not decide (BESIDE) has another shape than the reported range.
     if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
@@ -750,6 +765,9 @@ def _line(row: Row, style_of: str, is_decided: bool, name: str, right: str = '')
         is_decided=is_decided,
         name=name,
         reported=reported,
+        meaning=meaning,
+        longer=longer,
+        longer_meaning=SHAPES[Kind.LONGER].column,
     )
 
 

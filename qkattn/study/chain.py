@@ -9,7 +9,7 @@ the arms of both. It is tested at the error rate of a second look (`qkattn.stats
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -334,40 +334,58 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
     if path.resolve() in earlier_paths:
         raise ReportError(f'{name!r} repeats this study, which would close a circle')
     _require_different_names(path, repeated_by_it)
-    _require_first_repeat(path, declared, repeated_ledger)
+    _require_first_repeat(path, declared, name, repeated_ledger)
     return {'study': name, 'entry': repeated_ledger.last}
 
 
-def _require_first_repeat(path: Path, declared: Mapping[str, Any], repeated_ledger: Ledger) -> None:
-    """Raises ReportError if a study beside a new study repeats one of its arms of the same study.
+def _require_first_repeat(
+    path: Path, declared: Mapping[str, Any], repeated: str, repeated_ledger: Ledger
+) -> None:
+    """Raises ReportError if another study beside a new study already repeats one of its arms.
 
     Both would be second looks, so the error rate of a second look would be spent twice.
 
     Args:
         path: The directory of the new study.
         declared: The study.json of the new study.
+        repeated: The name of the study that it repeats.
         repeated_ledger: The ledger of the study that it repeats.
     """
-    repeated_hashes = {entry['hash'] for entry in repeated_ledger.entries}
     new_arms = frozenset(ledger.arm_key(arm) for arm in declared['arms'])
     new_questions = _questions(new_arms, declared)
+    for other, other_questions in _repeats_beside(path, repeated_ledger):
+        shared_questions = new_questions & other_questions
+        # Every repeat has the baseline, which gets no verdict.
+        shared_variants = {key.variant for key in shared_questions} - {declared['baseline']}
+        if shared_variants:
+            raise ReportError(
+                f'{other} already repeats {", ".join(sorted(shared_variants))} of the study '
+                f'{repeated!r}; repeat {other.name!r} instead, because two repeats would spend the '
+                'second share of the error rate twice'
+            )
+
+
+def _repeats_beside(
+    path: Path, repeated_ledger: Ledger
+) -> Iterator[tuple[Path, frozenset[ArmKey]]]:
+    """Yields the directory and the questions of each study beside `path` that repeats a study.
+
+    Damaged studies are skipped; their own reports name the problem.
+
+    Args:
+        path: The directory of a study.
+        repeated_ledger: The ledger of the study that is repeated.
+    """
+    repeated_hashes = {entry['hash'] for entry in repeated_ledger.entries}
     for study_json in sorted(path.parent.glob('*/study.json')):
         other = study_json.parent
         try:
             other_ledger = ledger.read(other / ledger.NAME)
             other_declared = read_json(study_json, _SCHEMA)
         except (ReportError, RunDirectoryError):
-            # Damaged studies are skipped; their own reports name the problem.
             continue
-        is_repeat = any(repeat.entry in repeated_hashes for repeat in other_ledger.repeats)
-        shared_questions = new_questions & _questions(other_ledger.arms, other_declared)
-        # Every repeat has the baseline, which gets no verdict.
-        shared_variants = {key.variant for key in shared_questions} - {declared['baseline']}
-        if is_repeat and shared_variants:
-            raise ReportError(
-                f'{other} already repeats it, with an arm of this study; repeat {other.name!r} '
-                'instead, because two repeats would spend the second share of the error rate twice'
-            )
+        if any(repeat.entry in repeated_hashes for repeat in other_ledger.repeats):
+            yield other, _questions(other_ledger.arms, other_declared)
 
 
 def _find_repeatable(name: str, path: Path, declared: Mapping[str, Any]) -> Path:

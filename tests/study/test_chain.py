@@ -100,7 +100,8 @@ def test_a_second_repeat_of_an_arm_is_refused(copied_studies):
     An arm may have only one such second look, or its error rate would be spent twice.
     """
     third = study_with(trials={'seeds': (30, 31, 32)}, repeats='first')
-    with refused("/second already repeats it, .*; repeat 'second' instead"):
+    message = r"/second already repeats shared_qk/vo \[d_model\] of the study 'first'; repeat"
+    with refused(message):
         declare(copied_studies / 'third', third)
     assert not (copied_studies / 'third/study.json').exists()
 
