@@ -740,7 +740,7 @@ def test_longer_runs_that_leave_the_plan_keep_their_results(trained, tmp_path):
         """Stops the worker before it trains the first run of the added arm."""
         raise Stopped('stopped')
 
-    trained.before = stop
+    trained.before_training = stop
     with pytest.raises(Stopped):
         worker.run(dataclasses.replace(study, variants=(*study.variants, 'qk/k_is_v')), path)
 
