@@ -61,6 +61,7 @@ def main() -> None:
         return
     workdir = cli.required(WORKDIR)
     arms = _build_and_print_arms(config)
+    print(f'\n{plan.estimate(config, arms)}', flush=True)
     path = local_workers.run(config, workdir, arms, workers)
     if not agreement.is_process_0():
         return

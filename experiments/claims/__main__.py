@@ -72,6 +72,8 @@ def main() -> None:
     studies.check_workdir(configs, SCALE.value, directory)
     _check_studies_exist(claims, configs, directory)
     if TRAIN.value:
+        if configs:
+            print(studies.costs(configs), flush=True)
         studies.train(configs, SCALE.value, directory, workers)
     studies.report(claims, directory)
 

@@ -167,6 +167,18 @@ def test_the_list_of_claims_has_their_titles(printed):
     assert 'E3  Positive control: one matrix' in printed('claims', '--list')
 
 
+def test_the_cost_is_printed_before_studies_train(printed, workdir, monkeypatch):
+    """The study masked_lm of claim E9 is one of configs/claims, so it would be trained."""
+    monkeypatch.setattr('experiments.claims.studies.train', lambda *_: print('training starts'))
+
+    before_training, _, _ = printed('claims', 'E9', f'--workdir={workdir}').partition('training')
+
+    names = [line.split()[0] for line in before_training.splitlines()]
+    assert names[0] == 'study'
+    assert 'masked_lm' in names
+    assert names[-1] == 'total'
+
+
 def test_a_plan_has_a_line_for_each_study(printed):
     """A dry run of a claim prints the numbers of runs and trials of each study.
 

@@ -1007,6 +1007,20 @@ def test_a_dry_run_writes_and_compiles_nothing(printed, tmp_path, monkeypatch):
     assert_only_configs(tmp_path)
 
 
+def test_an_ablation_prints_its_cost_before_it_trains(printed, monkeypatch):
+    def start(study, workdir, *_):
+        print('training starts')
+        return workdir
+
+    monkeypatch.setattr('qkattn.study.local_workers.run', start)
+    monkeypatch.setattr('qkattn.report.show_report', lambda _: 'a report')
+
+    text = printed('ablate', '--config=study.py', '--workdir=out')
+
+    before_training, _, _ = text.partition('training starts')
+    assert re.search(rf'{TOTAL}\n', before_training)
+
+
 @pytest.mark.slow
 def test_a_dry_run_that_measures_writes_nothing(printed, tmp_path):
     text = printed('ablate', '--config=study.py', '--dry_run', '--measure')
