@@ -74,7 +74,9 @@ GROUPS = {
     'e': Group(
         'What the literature adds',
         'These claims come from publications about the matrices of attention. Each names its '
-        'source. Studies decide them, except E5, which exact checks decide.',
+        'source. Studies decide them, except E5, which exact checks decide. Published models are '
+        'larger, have wider heads (at twelve heads 64 and not 8 dimensions), and losses per '
+        'subword and not per byte, so only the sign of a difference can be compared.',
     ),
 }
 
@@ -471,18 +473,32 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
     lines = []
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
-        verdict = f'{PHRASES[ClaimVerdict(claim.verdict)].mark} {claim.verdict}'
-        if claim.condition:
-            verdict += f' {claim.condition}'
-        elif claim.needed:
-            # '40 seeds in place of 16, to tell ...' -> '40 seeds in place of 16'
-            short_need, _, _ = claim.needed.partition(', ')
-            verdict += f', needs {short_need}'
+        phrase = PHRASES[ClaimVerdict(claim.verdict)]
         row = claim.decisive
-        evidence = f'{amount(row)}, {row.quantity}' if row else NONE
-        meaning = claim.meaning or NONE
-        lines.append([Markup(f'[{claim.name}]({link})'), claim.title, verdict, meaning, evidence])
+        lines.append(
+            [
+                Markup(f'[{claim.name}]({link})'),
+                claim.title,
+                f'{phrase.mark} {phrase.of_one}',
+                _meaning(claim),
+                _evidence(row) if row else NONE,
+            ]
+        )
     return markdown_table(titles, lines)
+
+
+def _meaning(claim: ClaimResult) -> str:
+    """Returns what a verdict means, or its condition; with what an undecided claim needs."""
+    texts = []
+    if claim.meaning:
+        texts.append(claim.meaning)
+    elif claim.condition:
+        texts.append(f'only if {claim.condition}')
+    if claim.needed:
+        # '40 seeds in place of 16, to tell ...' -> '40 seeds in place of 16'
+        short_need, _, _ = claim.needed.partition(', ')
+        texts.append(f'needs {short_need}')
+    return '; '.join(texts) or NONE
 
 
 def decisive(claim: ClaimResult) -> str:
@@ -493,12 +509,18 @@ def decisive(claim: ClaimResult) -> str:
     row = claim.decisive
     if row is None:
         return ''
-    text = f'{amount(row)}, {row.quantity}'
+    text = _evidence(row)
     context = dict.fromkeys(context_texts(row, row.context))
     context.pop(row.quantity, None)
     if context:
         text += f' ({", ".join(context)})'
     return text
+
+
+def _evidence(row: Row) -> str:
+    """Formats a row's value and quantity. A dagger marks an arm below its yardstick."""
+    dagger = '†' if row.is_short else ''
+    return f'{amount(row)}, {row.quantity}{dagger}'
 
 
 def amount(row: Row, with_unit: bool = True) -> str:

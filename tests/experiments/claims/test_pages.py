@@ -260,6 +260,12 @@ def test_differences_have_a_sign():
         assert pages.amount(row).startswith(('+', '-'))
 
 
+def test_the_arm_of_a_decisive_row_has_a_dagger_below_its_yardstick():
+    # The translators fall short of theirs, the decoders do not.
+    assert 'encoder_variant=qk/no_v† (' in pages.decisive(STORED['C4'])
+    assert '†' not in pages.decisive(STORED['B4'])
+
+
 def test_a_count_has_no_sign():
     count = STORED['A2'].rows[0]
     assert not pages.amount(count).startswith(('+', '-'))
