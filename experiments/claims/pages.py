@@ -474,12 +474,15 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
     for claim in claims:
         link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
         phrase = PHRASES[ClaimVerdict(claim.verdict)]
+        # 'holds only if' is not the end of a sentence.
+        is_conditional = claim.verdict == ClaimVerdict.HOLDS_ONLY_IF
+        verdict = phrase.of_one if is_conditional else claim.verdict
         row = claim.decisive
         lines.append(
             [
                 Markup(f'[{claim.name}]({link})'),
                 claim.title,
-                f'{phrase.mark} {phrase.of_one}',
+                f'{phrase.mark} {verdict}',
                 _meaning(claim),
                 _evidence(row) if row else NONE,
             ]
