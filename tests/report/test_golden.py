@@ -411,6 +411,15 @@ def test_a_report_names_the_settings_of_a_recipe_that_arms_share(study_dir):
         assert setting not in text_of_defaults
 
 
+def test_settings_name_the_depths_of_encoders_where_only_some_arms_set_one(study_dir):
+    """Without num_encoder_layers, the encoder has the layers of the decoder, here 4."""
+    records = [trial_record('qk/vo'), trial_record('b/vo')]
+    write_study(study_dir, records)
+    studies.edit_plan(study_dir, records[0]['run'], model__num_encoder_layers=6)
+    text = '\n'.join(tables.settings(findings_of(study_dir)))
+    assert '4 layers of the decoder, 4 or 6 layers of the encoder' in text
+
+
 def write_study_of_one_seed(directory: Path) -> Path:
     return write_study(directory, [trial_record('qk/vo'), trial_record('b/vo')])
 
