@@ -15,6 +15,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any
 
+from qkattn.errors import ConfigError
 from qkattn.metrics import METRICS, PREFIXES, Metric, shown
 from qkattn.report import prose
 from qkattn.report.prose import NONE, interval, mean_sd, one_line, p_value, reasons, si, words
@@ -158,20 +159,37 @@ class Column:
     parts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a table that does not exist."""
+        """Raises ConfigError for a table that does not exist."""
         for table in self.tables:
             if table not in EVERYWHERE:
                 valid = ', '.join(repr(name) for name in EVERYWHERE)
-                raise ValueError(f'{table!r} is no table of reports; valid are {valid}')
+                raise ConfigError(
+                    f'report column {self.name!r}: {table!r} is no table of reports; '
+                    f'valid are {valid}'
+                )
+
+    @property
+    def name(self) -> str:
+        """The name in error messages: the key, or the heading of a column without a key."""
+        return self.key or self.heading
 
     def get(self, arm: TrainedArm) -> Any:
-        """Returns the value of an arm."""
+        """Returns the value of an arm; raises ConfigError if the path has a missing attribute."""
         if callable(self.value):
             return self.value(arm)
-        return follow(arm, self.value)
+        return self._follow(arm, self.value)
+
+    def _follow(self, value: Any, path: str) -> Any:
+        """Looks up a path, as `follow` does; raises ConfigError if an attribute is missing."""
+        try:
+            return follow(value, path)
+        except AttributeError as error:
+            near_names = difflib.get_close_matches(error.name or '', dir(error.obj))
+            hint = f'; near it are {", ".join(near_names)}' if near_names else ''
+            raise ConfigError(f'report column {self.name!r}: {error}{hint}') from error
 
     def require_keys(self, arms: Iterable[TrainedArm]) -> None:
-        """Raises ValueError if the path has a key that no arm has, such as a misspelled one."""
+        """Raises ConfigError for a misspelled key or attribute of the path, which no arm has."""
         if callable(self.value):
             return
         values: list[Any] = list(arms)
@@ -180,11 +198,12 @@ class Column:
             keys = dict.fromkeys(str(key) for mapping in mappings for key in mapping)
             if mappings and name not in keys:
                 near_keys = difflib.get_close_matches(name, keys) or list(keys)
-                raise ValueError(
-                    f'no arm has the key {name!r} of the column path {self.value!r}; near it are '
-                    f'{", ".join(near_keys)}'
+                hint = f'near it are {", ".join(near_keys)}' if near_keys else 'no arm has any key'
+                raise ConfigError(
+                    f'report column {self.name!r}: no arm has the key {name!r} of '
+                    f'{self.value!r}; {hint}'
                 )
-            values = [_entry(value, name) for value in values]
+            values = [self._follow(value, name) for value in values]
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
         """Returns an arm's cells of table.csv, by column name.
@@ -194,18 +213,24 @@ class Column:
         """
         value = self.get(arm)
         if self.parts:
-            return {f'{self.key}_{part}': follow(value, part) for part in self.parts}
+            return {f'{self.key}_{part}': self._follow(value, part) for part in self.parts}
         if self.key:
             return {self.key: value}
         return {}
 
     def print(self, arm: TrainedArm) -> str:
-        """Returns the printed text of an arm's cell."""
+        """Returns the printed text of an arm's cell; raises ConfigError for an unfit format."""
         value = self.get(arm)
         if value is None:
             return NONE
-        text = self.text(value) if callable(self.text) else format(value, self.text)
-        return one_line(text)
+        if callable(self.text):
+            return one_line(self.text(value))
+        try:
+            return one_line(format(value, self.text))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f'report column {self.name!r}: text={self.text!r} cannot format {value!r}: {error}'
+            ) from error
 
 
 def follow(value: Any, path: str) -> Any:

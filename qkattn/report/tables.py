@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from markupsafe import Markup
 
+from qkattn.errors import ConfigError
 from qkattn.jobs.output import escape_control_characters, short, text_table
 from qkattn.report import columns, prose
 from qkattn.report.columns import Heading, Table
@@ -42,7 +43,7 @@ def csv_table(findings: Findings) -> str:
     Numbers have DIGITS significant digits. A cell without a value is empty.
 
     Raises:
-        ValueError: Two columns have the same name, or no arm has the key of a column's path.
+        ConfigError: Two columns have the same name, or a column's path has a misspelled part.
     """
     all_columns = list(columns.columns(findings))
     for column in all_columns:
@@ -55,7 +56,7 @@ def csv_table(findings: Findings) -> str:
             cells = column.cells(arm)
             for name in cells:
                 if name in row:
-                    raise ValueError(f'two columns of table.csv are named {name!r}')
+                    raise ConfigError(f'two columns of table.csv are named {name!r}')
             row |= cells
         rows.append({name: rounded(value) for name, value in row.items()})
     return csv_text(rows)

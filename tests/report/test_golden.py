@@ -28,6 +28,7 @@ from qkattn.study.arm_key import ArmKey
 from qkattn.verdict import Findings, Reason, ReasonCode, Remark, RemarkCode
 from tests import studies
 from tests.processes import ROOT
+from tests.refusals import refused
 from tests.report.conftest import (
     BASE,
     LONG,
@@ -757,22 +758,49 @@ def test_a_law_with_a_loose_exponent_is_shown_without_its_numbers(tmp_path):
     assert loose['worth of a parameter,|in baseline parameters'].startswith('1.200 [')
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ('wrong_columns', 'message'),
+    [
+        pytest.param(
+            [Column('mine', 'key.variant'), Column('mine', 'key.size')],
+            "^two columns of table.csv are named 'mine'$",
+            id='the same name',
+        ),
+        pytest.param(
+            [Column('width', 'example.config.d_modle')],
+            "^report column 'width': no arm has the key 'd_modle' of .*; near it are d_model",
+            id='a key',
+        ),
+        pytest.param(
+            [Column('width', 'exampel.config.d_model')],
+            "^report column 'width': .* has no attribute 'exampel'; near it are example",
+            id='an attribute',
+        ),
+        pytest.param(
+            [Column('key', 'key', parts=('varaint',))],
+            "^report column 'key': .* has no attribute 'varaint'; near it are variant",
+            id='a part',
+        ),
+    ],
+)
+def test_wrong_columns_are_refused(tmp_path, monkeypatch, wrong_columns, message):
     write_study(tmp_path, records_of_every_decision())
     findings = findings_of(tmp_path)
-    two_columns = [Column('mine', 'key.variant'), Column('mine', 'key.size')]
-    monkeypatch.setattr(columns, 'columns', lambda findings: two_columns)
-    with pytest.raises(ValueError, match="two columns of table.csv are named 'mine'"):
+    monkeypatch.setattr(columns, 'columns', lambda findings: wrong_columns)
+    with refused(message):
         tables.csv_table(findings)
 
 
-def test_a_column_with_a_key_that_no_arm_has_is_refused(tmp_path, monkeypatch):
+def test_a_format_that_does_not_fit_the_values_of_a_column_is_refused(tmp_path):
     write_study(tmp_path, records_of_every_decision())
-    findings = findings_of(tmp_path)
-    misspelled = [Column('width', 'example.config.d_modle')]
-    monkeypatch.setattr(columns, 'columns', lambda findings: misspelled)
-    with pytest.raises(ValueError, match="no arm has the key 'd_modle' of .*; near it are d_model"):
-        tables.csv_table(findings)
+    arm = findings_of(tmp_path).arms[0]
+    with refused("^report column 'arm': text='.1f' cannot format 'qk/vo': "):
+        Column('arm', 'key.variant', heading='arm', text='.1f').print(arm)
+
+
+def test_a_table_that_does_not_exist_is_refused_with_the_column():
+    with refused("^report column 'width': 'pages' is no table of reports; valid are 'page'"):
+        Column('width', 'd_model', tables=('pages',))
 
 
 if __name__ == '__main__':
