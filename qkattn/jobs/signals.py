@@ -26,7 +26,7 @@ no_interrupt = threading.RLock()
 exit_hooks: list[Callable[[], None]] = []
 
 # The maximum seconds for which `end`, and before it `_Watcher`, wait for a write; also those for
-# which `end` waits for the exit hooks.
+# which `end` waits for its message and the exit hooks, and then for standard output.
 _LONGEST_WRITE = 10.0
 # The maximum seconds for which `_Watcher.catch_up` waits.
 _LONGEST_CATCH_UP = 10.0
@@ -219,21 +219,20 @@ def end(code: int, sentence: str) -> NoReturn:
     """Ends the process with an exit code and a message, from any thread.
 
     Waits for a write in progress, calls the exit hooks, flushes standard output, and tells the
-    other processes of a job. Does not wait for a write or a hook that hangs with its disk.
+    other processes of a job. Does not wait for a write or a hook that hangs with its disk, nor for
+    a reader of the output that hangs.
     """
     # Never released, so that no other thread begins to write.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
+        if_message_or_hooks_hang = _call_later(_leave, code, sentence)
         text = f'{sentence}\n'
         if os.isatty(2):
             text = f'\n{text}'  # the cursor may be at the end of a progress line
         _say(text)
-        if_hooks_hang = threading.Timer(_LONGEST_WRITE, _leave, [code, sentence])
-        if_hooks_hang.daemon = True
-        if_hooks_hang.start()
         for hook in reversed(exit_hooks):
             hook()
-        if_hooks_hang.cancel()
+        if_message_or_hooks_hang.cancel()
     finally:
         _leave(code, sentence)
 
@@ -241,9 +240,29 @@ def end(code: int, sentence: str) -> NoReturn:
 def _leave(code: int, sentence: str) -> NoReturn:
     """Flushes standard output, tells the other processes of a job, and ends this process."""
     try:
+        # A full pipe whose reader hangs would keep the process alive.
+        _call_later(_tell_peers_and_exit, code, sentence)
         with contextlib.suppress(Exception):  # nobody reads standard output
             sys.stdout.flush()
-        # Comes last, since the other processes may then end this process.
+    finally:
+        _tell_peers_and_exit(code, sentence)
+
+
+def _call_later(
+    function: Callable[[int, str], NoReturn], code: int, sentence: str
+) -> threading.Timer:
+    """Calls a function after _LONGEST_WRITE seconds, unless the returned timer is cancelled."""
+    timer = threading.Timer(_LONGEST_WRITE, function, [code, sentence])
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # threads cannot start while Python shuts down
+        timer.start()
+    return timer
+
+
+def _tell_peers_and_exit(code: int, sentence: str) -> NoReturn:
+    """Tells the other processes of a job that this one ends, and ends it."""
+    try:
+        # The other processes may then end this process.
         if StopRequest.peers is not None:
             StopRequest.peers.announce(code, sentence)
     finally:

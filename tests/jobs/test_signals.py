@@ -381,6 +381,45 @@ def test_a_thread_that_ends_the_process_waits_for_its_output(tmp_path):
     assert printed == "a result\n(75, 'ended')"
 
 
+# The reader of the output hangs: the pipe is full. The argument says what the main thread does.
+END_WHILE_THE_READER_HANGS = """
+    import os, sys, time
+    from qkattn.jobs import signals
+
+    def fill_pipe():
+        os.set_blocking(1, False)
+        try:
+            while True:
+                os.write(1, 1024 * b'x')
+        except BlockingIOError:
+            os.set_blocking(1, True)
+
+    signals._LONGEST_WRITE = 0.2
+    with signals.exit_on_signal():
+        fill_pipe()
+        print('a result')  # stays in the buffer
+        print('ready', file=sys.stderr, flush=True)
+        if sys.argv[1] == 'prints':
+            sys.stdout.flush()
+        if sys.argv[1] == 'has one pipe':
+            os.dup2(1, 2)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('main_thread', ['sleeps', 'prints', 'has one pipe'])
+def test_a_process_ends_although_the_reader_of_its_output_hangs(main_thread):
+    process = start_python(END_WHILE_THE_READER_HANGS, main_thread, PYTHONUNBUFFERED='')
+    assert process.stderr.readline() == 'ready\n'
+    time.sleep(0.5)  # until the main thread sleeps or waits for the reader
+
+    process.send_signal(signal.SIGTERM)
+    try:
+        assert process.wait(timeout=30) == EXIT_REQUEUE
+    finally:
+        process.kill()
+
+
 # The disk hangs: a thread holds the lock of writes forever, or a heartbeat never returns. Then
 # the second argument says who ends the process: 'signal' is SIGTERM from the test, and 'thread' is
 # a thread such as the one that watches a job.
