@@ -723,8 +723,9 @@ ANSWERS_MARGIN = 0.01
 def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
     """Draws the differences of all changes in a decoder at equal parameter count.
 
-    The difference after longer training is below that of the usual length, with a hollow marker. A
-    dagger marks an arm below its yardstick. Returns None if no change has a verdict.
+    The difference after longer training is below that of the usual length, with a hollow marker in
+    the style of its own verdict. A dagger marks an arm below its yardstick. Returns None if no
+    change has a verdict.
     """
     decided = [decision.value for decision in DECIDED]
     model, kind = DECIDED_IN
@@ -772,11 +773,14 @@ def _line(
         name: The text beside the axis.
         right: A text below the name.
         meaning: What the legend calls the marker of the difference.
-        longer_row: The difference after longer training, if it is shown below this one.
+        longer_row: The difference after longer training, if it is shown below this one. Its verdict
+            is its style.
     """
     longer = None
+    longer_arm = ''
     if longer_row is not None:
         longer = (longer_row.value, longer_row.low, longer_row.high)
+        longer_arm = longer_row.decision or ''
     reported = None
     # A row that does not decide (BESIDE) has another shape than the reported range.
     if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
@@ -792,13 +796,17 @@ def _line(
         reported=reported,
         meaning=meaning,
         longer=longer,
+        longer_arm=longer_arm,
         longer_meaning=SHAPES[Kind.LONGER].column,
     )
 
 
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
     """Returns a forest plot with the arm `black` in black. `options` are passed to `forest`."""
-    arms = dict.fromkeys(line.arm for lines in panels.values() for line in lines)
+    all_lines = [line for lines in panels.values() for line in lines]
+    arms = dict.fromkeys(line.arm for line in all_lines)
+    # Styles go by order, so those of longer training alone come last.
+    arms |= dict.fromkeys(line.longer_arm for line in all_lines if line.longer_arm)
     style_by_arm = styles(list(arms), black)
 
     def draw(width: float) -> Figure:

@@ -31,6 +31,8 @@ TASKS: dict[str, type[Rows]] = {
 }
 # The attributes that a task from outside has to have.
 INTERFACE = ('kind', 'data', *(name for name in vars(Rows) if not name.startswith('_')))
+# The least number of rows of a split that are read to see whether a task from outside has targets.
+ROWS_CHECKED = 64
 
 
 def batches(config: Config, split: str = 'train', *, seed: int = 0) -> Iterator[Batch]:
@@ -210,14 +212,15 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
 
 
 def _check_targets(config: Config, rows: Rows, field: str, value: str) -> None:
-    """Raises ConfigError if the first batch of a split has no targets, or invalid loss weights.
+    """Raises ConfigError if rows of a split have no targets, or invalid loss weights.
 
-    Without targets, a loss is NaN. The message names the field that names the task or probe, and
-    its value.
+    Without targets, a loss is NaN. Checks rows all over a split, and more than a small batch, which
+    may have none by chance. The message names the field that names the task or probe, and its
+    value.
     """
-    batch_size = config.train.batch_size
+    num_rows = max(config.train.batch_size, ROWS_CHECKED)
     for split in rows.splits:
-        row_B = eval_rows(rows, split, max_rows=batch_size)
+        row_B = eval_rows(rows, split, max_rows=num_rows)
         draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
         read = functools.partial(rows.read, split, row_B, draws_B2)
         batch = call_with_config_errors(field, value, read)

@@ -65,6 +65,7 @@ class Line(NamedTuple):
     seeds: Sequence[float] = ()  # the difference of each seed
     # The mean after longer training, and the ends of its interval. A line has these or seeds.
     longer: tuple[float, float | None, float | None] | None = None
+    longer_arm: str = ''  # determines the style of `longer`, by default `arm`
     absent: str = ''  # why there is no mean
     right: str = ''  # a text to the right of the axis, or below the name
     is_decided: bool = False  # makes the text bold
@@ -206,6 +207,8 @@ def _draw_numbers(
     y_seeds = y + layout.seeds
     color = styles[line.arm]['color']
     marker = styles[line.arm]['marker']
+    longer_color = styles[line.longer_arm or line.arm]['color']
+    longer_marker = styles[line.longer_arm or line.arm]['marker']
     if line.reported is not None:
         band = {'color': style.MUTED, 'alpha': 0.35, 'linewidth': 9, 'solid_capstyle': 'butt'}
         ax.plot(line.reported, [y, y], label='reported', **band)
@@ -217,14 +220,15 @@ def _draw_numbers(
     if line.longer is not None:
         longer_mean, longer_low, longer_high = line.longer
         if longer_low is not None and longer_high is not None:
-            ax.hlines(y_seeds, longer_low, longer_high, color, linewidth=1)
-        mark = {'marker': marker, 'edgecolors': color, 'label': line.longer_meaning}
+            ax.hlines(y_seeds, longer_low, longer_high, longer_color, linewidth=1)
+        mark = {'marker': longer_marker, 'edgecolors': longer_color, 'label': line.longer_meaning}
         ax.scatter([longer_mean], [y_seeds], **mark, **_LONGER_MARKER)
 
     if limits is not None:
         _draw_arrowheads(ax, y, line.reported or (), style.MUTED, limits)
         _draw_arrowheads(ax, y, line.ends(), color, limits)
-        _draw_arrowheads(ax, y_seeds, [*line.seeds, *line.longer_ends()], color, limits)
+        _draw_arrowheads(ax, y_seeds, line.seeds, color, limits)
+        _draw_arrowheads(ax, y_seeds, line.longer_ends(), longer_color, limits)
 
 
 def _draw_arrowheads(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from experiments.claims import export, pages
@@ -450,6 +451,24 @@ def test_the_figure_of_answers_shows_four_times_the_steps_below_each_difference(
     ((x, y),) = hollow.get_offsets()
     assert x == 0.25
     assert 0 < y < 1  # between the first row and the second
+
+
+def test_a_hollow_marker_has_the_style_of_its_own_verdict(tmp_path):
+    """'drop W_Q' is worse, but undecided after 4 times the steps, as 'drop W_O' is throughout."""
+    undecided = dataclasses.replace(worse_row(0.0), decision='undecided')
+    longer = dataclasses.replace(undecided, kind=Kind.LONGER)
+    answers = [
+        Answer('drop W_Q', 'a/b', attention=-0.25, rows=(worse_row(0.5), longer)),
+        Answer('drop W_O', 'a/b', attention=-0.25, rows=(undecided,)),
+    ]
+    write(tmp_path, ANSWERS, answers)
+
+    (ax,) = pages.answers_figure(read_answers(tmp_path)).figure().axes
+
+    marks = {mark.get_label(): mark for mark in ax.collections}
+    hollow_color = marks['4 times the steps'].get_edgecolor()
+    assert np.array_equal(hollow_color, marks['undecided'].get_facecolor())
+    assert not np.array_equal(hollow_color, marks['worse'].get_facecolor())
 
 
 def test_answers_without_decoders_have_no_verdicts(tmp_path):
