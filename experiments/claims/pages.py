@@ -773,8 +773,8 @@ def _line(
         name: The text beside the axis.
         right: A text below the name.
         meaning: What the legend calls the marker of the difference.
-        longer_row: The difference after longer training, if it is shown below this one. Its verdict
-            is its style.
+        longer_row: The difference after longer training, if it is shown below this one. Its style
+            is that of its own verdict.
     """
     longer = None
     longer_arm = ''
