@@ -67,7 +67,7 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
         if plot_format not in FORMATS:
             raise ConfigError(f'plots={plot_format!r} is no format; valid are {", ".join(FORMATS)}')
 
-    study = _with_look(load_study(study_dir))
+    study = _with_recorded_look(load_study(study_dir))
     findings = find(study)
     drawings = figures(findings)
     write_plots(study.directory / 'plots', drawings, plots)
@@ -78,20 +78,21 @@ def write_report(study_dir: str | Path, plots: Sequence[str] = ()) -> tuple[Find
     return findings, study.directory / PAGE_NAME
 
 
-def _with_look(study: TrainedStudy) -> TrainedStudy:
+def _with_recorded_look(study: TrainedStudy) -> TrainedStudy:
     """Records a look (an interim analysis) in the study's ledger; returns the updated study.
 
-    Only new results beyond screening count as a look.
+    A study without new results beyond screening stays as it is.
     """
-    has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
-    if not has_results:
+    has_results_beyond_screening = any(run.stage != SCREENING and run.trials for run in study.runs)
+    if not has_results_beyond_screening:
         return study
+    # The ledger records no look if the results are those of the last look.
     was_recorded = ledger.record_look(study.directory, study.files)
     if not was_recorded:
         return study
 
     new_ledger = ledger.read(study.directory / ledger.NAME)
-    # `record_look` refuses altered runs, so none is altered here.
+    # A look is not recorded if a run was altered, so none is altered here.
     return dataclasses.replace(study, ledger=new_ledger, altered={})
 
 
@@ -115,13 +116,13 @@ def export(study_dir: str | Path, destination: str | Path) -> Path:
     findings = load_findings(study_dir)
     destination = as_path(destination)
     stored.pack(findings.study.files, destination)
-    _warn_of_directories(destination / 'study.json')
+    _warn_of_absolute_paths(destination / 'study.json')
     for name, text in tables.files(findings).items():
         write_atomic(destination / name, text)
     return destination
 
 
-def _warn_of_directories(declaration: Path) -> None:
+def _warn_of_absolute_paths(declaration: Path) -> None:
     """Logs a warning if an exported study.json contains absolute paths."""
 
     def has_absolute_path(value: Any) -> bool:
@@ -132,7 +133,7 @@ def _warn_of_directories(declaration: Path) -> None:
 
     study_json = parse_file(declaration, schema={})  # any object
     settings_with_paths = []
-    for setting, value in flat(study_json):
+    for setting, value in flat(study_json):  # such as ('base.data.path', '/home/me/plays.txt')
         entries = value if isinstance(value, list) else [value]
         if any(has_absolute_path(entry) for entry in entries):
             settings_with_paths.append(setting)
@@ -178,6 +179,9 @@ def _study_name(directory: Path) -> str | None:
 
 def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
     """Renders report.html."""
+    settings = []
+    for line in tables.settings(findings):
+        settings.append(line.split(': ', 1))  # 'batch size: 16' becomes ['batch size', '16']
     template = environment(html=True).get_template('report.html.j2')
     return template.render(
         study=findings.study,
@@ -188,9 +192,9 @@ def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
         whole_table=printed(PAGE, findings, findings.arms),
         notes=tables.notes(findings),
         sheets=tables.sheets(findings),
-        settings=[line.split(': ', 1) for line in tables.settings(findings)],
+        settings=settings,
         provenance=_provenance(findings.study),
-        light=LIGHT,
+        light=LIGHT,  # the colors of the page
         dark=DARK,
     )
 
@@ -198,18 +202,17 @@ def _page(findings: Findings, pictures: Sequence[Picture]) -> str:
 def _figure_values(findings: Findings, picture: Picture) -> dict[str, Any]:
     """Returns the template values of a figure: title, caption, and images as data URLs."""
     values = described(findings, picture.drawing)
-    grid = picture.drawing.grid
+    grid = picture.drawing.grid  # of panels, one for each variant
     if grid is None:
-        # The whole figure, for narrow and for wide screens.
+        # The figure is a single image, drawn for narrow and for wide screens.
         values['narrow'] = _data_url(picture.narrow)
         values['wide'] = _data_url(picture.wide)
         return values
 
-    panels = []
+    values['panels'] = []
     for panel in picture.panels:
         source = _data_url(panel.svg)
-        panels.append({'variant': panel.variant, 'notes': panel.notes, 'source': source})
-    values['panels'] = panels
+        values['panels'].append({'variant': panel.variant, 'notes': panel.notes, 'source': source})
     values['legend'] = _data_url(picture.legend)
     values['xlabel'] = grid.xlabel
     values['ylabel'] = grid.ylabel
@@ -224,8 +227,8 @@ def _data_url(svg: bytes) -> str:
 def described(findings: Findings, drawing: Drawing) -> dict[str, Any]:
     """Returns the stem, kind, title and caption of a figure.
 
-    The kind is the first word of the stem, such as 'sweep'. Title and caption come from the macro
-    of this name in templates/figures.j2.
+    The stem is the file name without its ending, such as 'sweep_learning_rate', and the kind is its
+    first word. The macro of this name in templates/figures.j2 writes title and caption.
     """
     kind = drawing.stem.partition('_')[0]
     context = {'study': findings.study}

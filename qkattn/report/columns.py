@@ -53,8 +53,6 @@ DIFFERENCE = (
 )
 # The parts of a difference (`Decomposition`) that are printed, with their headings.
 _HEADING_OF_PART = {'same_shape': 'at the same shape', 'reinvesting': 'reinvesting'}
-# The parts that have another name in table.csv.
-_KEY_OF_PART = {'same_shape': 'removing'}
 # The attributes of a sweep that table.csv has.
 SWEEP = ('optimum', 'optimum_low', 'optimum_high', 'at_worst', 'bracketed')
 
@@ -107,23 +105,21 @@ def reported_measures(findings: Findings) -> tuple[Measure, ...]:
     loss is first. Scores and probes are on the test split if they have a value there.
     """
     trials = list[Trial]()
+    metric_by_name = dict[str, Metric]()
     for arm in findings.arms:
-        trials += arm.chosen
+        for trial in arm.chosen:  # the trials whose results the report shows
+            trials.append(trial)
+            metric_by_name |= trial.declared_metrics
 
     def has_value(measure: Measure) -> bool:
         return any(trial.metrics.get(measure.field) is not None for trial in trials)
 
-    metric_by_name = dict[str, Metric]()
-    for trial in trials:
-        metric_by_name |= trial.declared_metrics
-    metrics = shown(metric_by_name, [trial.metrics for trial in trials])
-
+    shown_metrics = shown(metric_by_name, [trial.metrics for trial in trials])
     scores_and_probes = list[Measure]()
-    for role in ROLES:
-        metrics_of_role = [metric for metric in metrics if metric.role == role]
+    for role in ROLES:  # 'score', then 'probe'
+        metrics_of_role = [metric for metric in shown_metrics if metric.role == role]
         for metric in metrics_of_role:
-            # The prefixes are splits, 'val' before 'test'.
-            measures = [Measure(metric, split) for split in metric.prefixes]
+            measures = [Measure(metric, split) for split in metric.prefixes]  # 'val', then 'test'
             measures_with_values = [measure for measure in measures if has_value(measure)]
             if measures_with_values:
                 scores_and_probes.append(measures_with_values[-1])
@@ -192,16 +188,18 @@ class Column:
         """Raises ConfigError for a misspelled key or attribute of the path, which no arm has."""
         if callable(self.value):
             return
-        values: list[Any] = list(arms)
-        for name in self.value.split('.'):
+        path = self.value  # such as 'example.config.d_ff'
+        values: list[Any] = list(arms)  # of all arms, at the beginning of the path
+        for name in path.split('.'):
             mappings = [value for value in values if isinstance(value, Mapping)]
-            keys = dict.fromkeys(str(key) for mapping in mappings for key in mapping)
-            if mappings and name not in keys:
-                near_keys = difflib.get_close_matches(name, keys) or list(keys)
+            valid_keys = dict[str, Any]()  # a dict keeps the order
+            for mapping in mappings:
+                valid_keys |= dict.fromkeys(str(key) for key in mapping)
+            if mappings and name not in valid_keys:
+                near_keys = difflib.get_close_matches(name, valid_keys) or list(valid_keys)
                 hint = f'near it are {", ".join(near_keys)}' if near_keys else 'no arm has any key'
                 raise ConfigError(
-                    f'report column {self.name!r}: no arm has the key {name!r} of '
-                    f'{self.value!r}; {hint}'
+                    f'report column {self.name!r}: no arm has the key {name!r} of {path!r}; {hint}'
                 )
             values = [self._follow(value, name) for value in values]
 
@@ -273,7 +271,12 @@ def columns(findings: Findings) -> Iterator[Column]:
     yield from _arm_columns(findings)
     yield from _difference_columns(findings)
     yield from _verdict_columns(findings)
+    yield from _test_columns(findings)
     yield from _part_columns(findings)
+    yield Column('reason', _reasons_of_verdict)
+    yield Column('split', 'comparison.split')
+    yield Column('difference_validation', 'comparison.validation')
+    yield Column('num_documents', 'comparison.num_documents')
     yield from _metric_columns(findings)
     yield from _corpus_columns(findings)
     yield from _setting_columns(findings)
@@ -296,6 +299,7 @@ def _arm_columns(findings: Findings) -> Iterator[Column]:
         """Returns 1 if the arm was declared after results were seen, else 0."""
         return int(arm.key.declared in study.ledger.post_hoc)
 
+    # The arguments are the name in table.csv, the attribute path of an arm, and how to print it.
     yield Column('variant', 'variant', heading='variant', tables=EVERYWHERE, left=True)
     yield Column('size', 'size', heading='size', tables=tables_with_size, left=True)
     yield Column('corpus', 'corpus', heading=corpus_heading, tables=EVERYWHERE, left=True)
@@ -316,34 +320,41 @@ def _difference_columns(findings: Findings) -> Iterator[Column]:
     """Yields the columns of the difference from the baseline."""
     unit = 'nats/token [95 % interval]' if findings.has_intervals else 'nats/token'
     heading = f'difference in {findings.split} loss,|{unit}'
-    # table.csv has numbers, and printed tables have text.
+    # table.csv has numbers, such as 'difference_mean', and printed tables have text.
     yield Column('difference', 'difference', parts=DIFFERENCE)
-    yield Column('', _difference_text, heading=heading, tables=EVERYWHERE)
+    yield Column(key='', value=_difference_text, heading=heading, tables=EVERYWHERE)
 
 
 def _verdict_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of verdicts, longer training and p values."""
+    """Yields the columns of verdicts, and of differences after longer training."""
     study = findings.study
-    margin = f'{study.margin:g}'
-
-    def heading_if_tuned(text: str) -> str:
-        """Returns the heading; '' in an untuned study, which prints no verdicts."""
-        return text if study.tuned else ''
-
+    heading = ''  # an untuned study prints no verdicts
+    if study.tuned:
+        heading = f'verdict,|margin {study.margin:g}'
     # table.csv has 'worse', and printed tables have 'worse, settled'.
     yield Column('verdict', 'verdict.decision.value')
     yield Column(
-        '',
-        _verdict_text,
-        heading=heading_if_tuned(f'verdict,|margin {margin}'),
+        key='',
+        value=_verdict_text,
+        heading=heading,
         tables=(PAGE, FIRST_SCREEN, HEADLINE),
         left=True,
     )
 
-    # The difference after longer training.
+    # How the difference changes in training that is this many times as long.
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')
+
+
+def _test_columns(findings: Findings) -> Iterator[Column]:
+    """Yields the columns of p values, and of the smallest difference that a test can detect."""
+    study = findings.study
+    margin = f'{study.margin:g}'
+
+    def heading_if_tuned(text: str) -> str:
+        """Returns the heading; '' in an untuned study, which prints no tests."""
+        return text if study.tuned else ''
 
     # Three tests of a difference: any, more than the margin, less than the margin.
     heading_by_test = {
@@ -355,8 +366,8 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         yield Column(test, f'verdict.{test}', heading=heading_if_tuned(heading), text=p_value)
     # The headline prints only the test that supports the verdict.
     yield Column(
-        '',
-        _p_of_verdict,
+        key='',
+        value=_p_of_verdict,
         heading=heading_if_tuned('p,|corrected'),
         text=p_value,
         tables=(HEADLINE,),
@@ -370,34 +381,37 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
 
 
 def _part_columns(findings: Findings) -> Iterator[Column]:
-    """Yields the columns of difference parts, verdict reasons and comparison data.
+    """Yields a column for each part of an arm's difference from the baseline.
 
     For example, the part 'same_shape' is the difference at the baseline's dimensions.
     """
     for part in PARTS:
-        # A column without a heading is only in table.csv.
-        heading = ''
+        heading = ''  # the column is only in table.csv
         has_values = any(getattr(arm.parts, part) for arm in findings.arms)
-        if has_values and part in _HEADING_OF_PART:
+        is_printed = part in _HEADING_OF_PART
+        if has_values and is_printed:
             heading = f'{_HEADING_OF_PART[part]},|nats/token'
+        # table.csv has another name for 'same_shape'.
+        key = 'removing' if part == 'same_shape' else part
         yield Column(
-            _KEY_OF_PART.get(part, part),
+            key,
             f'parts.{part}.difference',
             heading=heading,
             text=interval,
             tables=(HEADLINE,),
-            parts=('mean', 'low', 'high'),
+            parts=('mean', 'low', 'high'),  # 'removing_mean', ... in table.csv
         )
-    yield Column('reason', lambda arm: arm.verdict and reasons(arm))
-    yield Column('split', 'comparison.split')
-    yield Column('difference_validation', 'comparison.validation')
-    yield Column('num_documents', 'comparison.num_documents')
+
+
+def _reasons_of_verdict(arm: TrainedArm) -> str | None:
+    """Formats the reasons for an arm's verdict."""
+    return None if arm.verdict is None else reasons(arm)
 
 
 def _metric_columns(findings: Findings) -> Iterator[Column]:
     """Yields a column for each metric, as mean over seeds."""
     measures = reported_measures(findings)
-    deciding_loss = measures[0]
+    deciding_loss = measures[0]  # on the test split, if the study has one
     for measure in measures:
         # Controls are compared by the deciding loss only.
         tables = (PAGE, CONTROL) if measure == deciding_loss else (PAGE,)
@@ -411,7 +425,7 @@ def _metric_columns(findings: Findings) -> Iterator[Column]:
         )
 
     # Bits per byte are only in table.csv.
-    for split in PREFIXES.values():
+    for split in PREFIXES.values():  # 'val' and 'test'
         bits_per_byte = Measure(METRICS['bits_per_byte'], split)
         has_values = any(bits_per_byte.over_seeds(arm) for arm in findings.arms)
         if has_values:
@@ -420,8 +434,11 @@ def _metric_columns(findings: Findings) -> Iterator[Column]:
 
 def corpora(findings: Findings) -> list[str]:
     """Returns the additional evaluation corpora (data.evaluate), each once."""
-    trials = [trial for arm in findings.arms for trial in arm.chosen]
-    return list(dict.fromkeys(corpus for trial in trials for corpus in trial.corpora))
+    unique_corpora = dict[str, Any]()  # a dict keeps the order
+    for arm in findings.arms:
+        for trial in arm.chosen:
+            unique_corpora |= dict.fromkeys(trial.corpora)
+    return list(unique_corpora)
 
 
 def _corpus_columns(findings: Findings) -> Iterator[Column]:
@@ -452,11 +469,11 @@ def _setting_columns(findings: Findings) -> Iterator[Column]:
             if has_intervals:
                 heading += '|[95 % interval]'
             # Printed tables have '0.0042 [0.0038, 0.0047]'.
-            yield Column('', setting_text, heading=heading, tables=(PAGE, CONTROL))
+            yield Column(key='', value=setting_text, heading=heading, tables=(PAGE, CONTROL))
             # table.csv has 'learning_rate_optimum', 'learning_rate_bracketed', ...
             yield Column(knob, f'sweeps.{knob}', parts=SWEEP)
         elif knob == 'learning_rate' and not findings.study.tuned:
-            yield Column('', setting_text, heading='learning|rate')
+            yield Column(key='', value=setting_text, heading='learning|rate')
 
 
 def _exchange_rate(findings: Findings) -> Column:
@@ -478,11 +495,14 @@ def _exchange_rate(findings: Findings) -> Column:
 
 def _difference_text(arm: TrainedArm) -> str:
     """Formats an arm's difference from the baseline, or the baseline's loss."""
-    if arm.is_baseline and not arm.chosen:
-        return 'baseline, diverged' if arm.verdict_trials else 'baseline, no result yet'
-    if arm.is_baseline:
-        return f'baseline, {arm.split} loss {mean_sd(arm.loss, 4)}'
-    return prose.marked(interval(arm.difference), bool(arm.shortfalls))
+    if not arm.is_baseline:
+        falls_short = bool(arm.shortfalls)  # of the yardstick; a dagger marks such an arm
+        return prose.marked(interval(arm.difference), falls_short)
+    if arm.chosen:
+        return f'baseline, {arm.split} loss {mean_sd(arm.loss, decimals=4)}'
+    if arm.verdict_trials:
+        return 'baseline, diverged'
+    return 'baseline, no result yet'
 
 
 def _verdict_text(arm: TrainedArm) -> str | None:
@@ -515,8 +535,9 @@ def chosen_setting(knob: str, arm: TrainedArm) -> float | None:
         return arm.learning_rate  # the best of those that were trained
     if arm.verdict_trials:
         # All verdict trials have the same settings.
-        settings = dict(zip(KNOBS, arm.verdict_trials[0].settings, strict=True))
-        return settings[knob]
+        any_trial = arm.verdict_trials[0]
+        setting_by_knob = dict(zip(KNOBS, any_trial.settings, strict=True))
+        return setting_by_knob[knob]
     if knob in arm.sweeps:
         # The best value so far. Its verdict trials are not trained yet.
         return arm.sweeps[knob].chosen

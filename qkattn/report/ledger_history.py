@@ -75,16 +75,21 @@ def check_ledgers(results: Path) -> str:
             is_appended = after.content.startswith(before.content)
             if is_appended:
                 continue
-            rewrite = (path, _last_hash(before.content))
-            if rewrite not in accepted_rewrites:
+            # Accepted rewrites name the replaced version by the hash in its last line.
+            replaced_hash = _last_hash(before.content)
+            if (path, replaced_hash) not in accepted_rewrites:
                 raise ReportError(
                     f'{results / path} was rewritten: in {after.place} it does not begin with what '
                     f'it was in {before.place}; restore it, or name it in {results / REASONS} with '
                     'the reason'
                 )
             num_rewritten += 1
-    text = f'{counted(num_versions, "version")} of {counted(len(versions_by_path), "ledger")}'
-    return f'ledgers: {text} compared with git, {num_rewritten} rewritten for a stated reason'
+    versions_text = counted(num_versions, 'version')
+    ledgers_text = counted(versions_by_path, 'ledger')
+    return (
+        f'ledgers: {versions_text} of {ledgers_text} compared with git, '
+        f'{num_rewritten} rewritten for a stated reason'
+    )
 
 
 def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
@@ -93,7 +98,9 @@ def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:
     Raises:
         CalledProcessError: The command fails.
     """
-    command = ['git', '-C', str(directory), '-c', 'core.quotePath=false', *arguments]
+    # By default, git escapes paths that are not ASCII.
+    no_escapes = ('-c', 'core.quotePath=false')
+    command = ['git', '-C', str(directory), *no_escapes, *arguments]
     # Without optional locks, other git commands may run at the same time.
     environment = {**os.environ, 'GIT_OPTIONAL_LOCKS': '0'}
     process = subprocess.run(
@@ -139,8 +146,8 @@ def _accepted_rewrites(path: Path) -> set[tuple[str, str]]:
     rewrites = set()
     entries = document.get('rewritten', [])
     for entry_number, entry in enumerate(entries, start=1):
-        has_the_keys = sorted(entry) == sorted(_ENTRY_KEYS)
-        is_valid = has_the_keys and all(str(value).strip() for value in entry.values())
+        has_all_keys = sorted(entry) == sorted(_ENTRY_KEYS)  # 'ledger', 'replaced' and 'why'
+        is_valid = has_all_keys and all(str(value).strip() for value in entry.values())
         if not is_valid:
             keys = ', '.join(_ENTRY_KEYS)
             raise ReportError(f'{path}, entry {entry_number} must have {keys}, none empty')
@@ -196,7 +203,7 @@ def _changes_by_path(results: Path, paths: Sequence[str]) -> dict[str, list[Chan
     # The changes of ledgers that are removed and not yet back at another path.
     removed_by_study: dict[str, list[Change]] = {}
     for change in _changes(results):
-        study = Path(change.path).parent.name
+        study = Path(change.path).parent.name  # 'a' for cpu/a/ledger.jsonl
         is_removal = change.blob is None
         if is_removal:
             removed_by_study[study] = changes_by_path.pop(change.path, [])
@@ -222,29 +229,38 @@ def _changes(results: Path) -> list[Change]:
 
     Within a commit, removals come first. A merge counts as one commit on its first parent.
     """
-    commit_options = ('--reverse', '--first-parent', '-m')
-    format_options = ('--raw', '--no-abbrev', '--no-renames', '--relative', '--format=commit %H')
-    all_ledgers = f':(glob)**/{ledger.NAME}'
-    output = _git(results, 'log', *commit_options, *format_options, '--', all_ledgers)
-    commit = ''
     changes = []
-    for line in output.decode().splitlines():
+    commit = ''
+    for line in _log_of_ledgers(results):
         if line.startswith('commit '):
             commit = line.removeprefix('commit ')
         elif line.startswith(':'):
-            # ':100644 100644 <old blob> <new blob> M<tab>claims/cpu/a/ledger.jsonl'
-            description, path = line.split('\t')
-            _, _, _, new_blob, status = description.split()
+            # ':100644 100644 <old blob> <new blob> M<tab>cpu/a/ledger.jsonl'
+            modes_blobs_status, path = line.split('\t')
+            _, _, _, new_blob, status = modes_blobs_status.split()
             is_removal = status == 'D'
-            changes.append(Change(commit, path, None if is_removal else new_blob))
+            changes.append(Change(commit, path, blob=None if is_removal else new_blob))
 
-    # Put removals first in each commit: a moved ledger is removed before it appears.
+    # A moved ledger has to be removed from its old path before it appears at the other.
     ordered_changes = list[Change]()
-    for _, commit_changes in itertools.groupby(changes, key=lambda change: change.commit):
-        changes_of_commit = list(commit_changes)
-        ordered_changes += [change for change in changes_of_commit if change.blob is None]
-        ordered_changes += [change for change in changes_of_commit if change.blob is not None]
+    for _, changes_of_commit in itertools.groupby(changes, key=lambda change: change.commit):
+        # Sorting puts False before True, and keeps the order of changes that are alike.
+        ordered_changes += sorted(changes_of_commit, key=lambda change: change.blob is not None)
     return ordered_changes
+
+
+def _log_of_ledgers(results: Path) -> list[str]:
+    """Returns the lines of git's log of all ledgers, oldest commit first.
+
+    A line 'commit <hash>' is followed by a line for each ledger that the commit changes, such as
+    ':100644 100644 <old blob> <new blob> M<tab>cpu/a/ledger.jsonl'.
+    """
+    order_of_commits = ('--reverse', '--first-parent', '-m')
+    form_of_commits = ('--format=commit %H',)
+    form_of_changes = ('--raw', '--no-abbrev', '--no-renames', '--relative')
+    options = (*order_of_commits, *form_of_commits, *form_of_changes)
+    all_ledgers = f':(glob)**/{ledger.NAME}'
+    return _git(results, 'log', *options, '--', all_ledgers).decode().splitlines()
 
 
 def _contents(results: Path, blobs: Sequence[str]) -> dict[str, bytes]:
@@ -256,5 +272,5 @@ def _contents(results: Path, blobs: Sequence[str]) -> dict[str, bytes]:
         header, _, remaining = remaining.partition(b'\n')
         size = int(header.split()[-1])
         content_by_blob[blob] = remaining[:size]
-        remaining = remaining[size + 1 :]
+        remaining = remaining[size + 1 :]  # without the line break behind the content
     return content_by_blob

@@ -61,20 +61,20 @@ def plain_name(variant: str) -> str | None:
     score_and_value, _, settings = variant.partition('?')
     try:
         score, value = Variant.parse(score_and_value)
-        parts = [_plain_circuit(score, SCORES), _plain_circuit(value, VALUES)]
+        score_difference = _plain_circuit(score, SCORES)
+        value_difference = _plain_circuit(value, VALUES)
     except (SpecError, KeyError):
         return None
+    differences = [score_difference, value_difference]
     if settings:
         for setting in settings.split('&'):
             field, _, field_value = setting.partition('=')
             field_name = FIELDS.get(field, field.replace('_', ' '))
-            parts.append(f'{field_name}: {field_value}')
+            differences.append(f'{field_name}: {field_value}')
 
-    # The part of a standard score or value is ''.
-    differences = [part for part in parts if part]
-    if not differences:
-        return STANDARD
-    return ', '.join(differences)
+    # A standard score or value has the difference ''.
+    text = ', '.join(difference for difference in differences if difference)
+    return text or STANDARD
 
 
 def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
@@ -86,7 +86,7 @@ def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
     Raises:
         KeyError: The circuit has no plain name.
     """
-    name, options = parse_call(circuit, 'variant', SpecError)
+    name, options = parse_call(circuit, field='variant', error=SpecError)
     description = names[name]
     if not options:
         return description
@@ -95,7 +95,5 @@ def _plain_circuit(circuit: str, names: dict[str, str]) -> str:
     for option, value in options.items():
         option_name = option.replace('_', ' ')
         option_texts.append(option_name if value is True else f'{option_name} {value}')
-    # A standard score or value has no plain name.
-    if not description:
-        description = name
-    return f'{description} ({", ".join(option_texts)})'
+    # The description of a standard score or value is ''.
+    return f'{description or name} ({", ".join(option_texts)})'

@@ -113,7 +113,9 @@ def check_numbers(path: str | Path) -> dict[str, int]:
             texts_by_page[entry['page']].append(text)
 
     for page in complete_pages:
-        for passage in uncovered(read_page(root / page), texts_by_page[page]):
+        passages = uncovered(read_page(root / page), texts_by_page[page])
+        passage = next(passages, None)
+        if passage is not None:
             raise ReportError(
                 f'{page} prints a number or a result that no entry of {path} has: {passage!r}; add '
                 'a [[logged]] entry, or say where it is from'
@@ -142,7 +144,8 @@ def _check_page(kind: str, entry: dict[str, Any], root: Path, where: str) -> str
     """
     text = _text_of(kind, entry, root, where)
     # The format {:.0%} writes '5%', but pages have '5 %'.
-    text = one_line(re.sub(r'(?<=\d)%', ' %', text))
+    text = re.sub(r'(?<=\d)%', ' %', text)
+    text = one_line(text)
     page = entry['page']
     if not _contains(one_line(read_page(root / page)), text):
         source_field = FIELDS[kind][2]  # 'log', 'source' or 'reason'
@@ -158,13 +161,12 @@ def _contains(line: str, text: str) -> bool:
 
     For example, 'a loss of 11.35' and 'a loss of 1.359' do not contain '1.35'.
     """
-    number_spans = [number.span() for number in NUMBER.finditer(line)]
+    places_in_numbers = set[int]()  # places between two characters of the same number
+    for number in NUMBER.finditer(line):
+        places_in_numbers.update(range(number.start() + 1, number.end()))
     for match in re.finditer(re.escape(text), line):
-        boundaries = match.span()
-        cuts_a_number = any(
-            start < boundary < end for start, end in number_spans for boundary in boundaries
-        )
-        if not cuts_a_number:
+        cuts_number = match.start() in places_in_numbers or match.end() in places_in_numbers
+        if not cuts_number:
             return True
     return False
 
@@ -176,11 +178,12 @@ def _check_fields(kind: str, entry: Any, where: str) -> None:
     """
     fields = sorted(entry) if isinstance(entry, dict) else [str(entry)]
     expected_fields = sorted(FIELDS.get(kind, ()))
-    if fields != expected_fields:
-        valid = []
-        for valid_kind, valid_fields in FIELDS.items():
-            valid.append(f'[[{valid_kind}]] of {", ".join(valid_fields)}')
-        raise ReportError(f'{where} has {", ".join(fields)}; valid: {", ".join(valid)}')
+    if fields == expected_fields:
+        return
+    valid_entries = []  # such as '[[logged]] of page, text, log'
+    for valid_kind, valid_fields in FIELDS.items():
+        valid_entries.append(f'[[{valid_kind}]] of {", ".join(valid_fields)}')
+    raise ReportError(f'{where} has {", ".join(fields)}; valid: {", ".join(valid_entries)}')
 
 
 def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
@@ -219,15 +222,15 @@ def uncovered(page: str, texts: list[str]) -> Iterator[str]:
     """
     line = one_line(page)
 
-    # Whether each character of the line is part of a text, or is not prose.
-    is_covered = [False] * len(line)
-    covered_spans = list(NOT_PROSE.finditer(line))
+    # The positions in the line that are part of a text, or are not prose, such as code.
+    covered = set[int]()
+    for match in NOT_PROSE.finditer(line):
+        covered.update(range(*match.span()))
     for text in texts:
-        covered_spans += re.finditer(re.escape(text), line)
-    for span in covered_spans:
-        is_covered[span.start() : span.end()] = [True] * len(span[0])
+        for match in re.finditer(re.escape(text), line):
+            covered.update(range(*match.span()))
 
-    # The numbers and matrices that need a text.
+    # The numbers, and the matrices below tables of answers.
     statements = list(NUMBER.finditer(line))
     for match in DISCUSSION.finditer(page):
         discussion = one_line(match[1])
@@ -236,7 +239,7 @@ def uncovered(page: str, texts: list[str]) -> Iterator[str]:
     statements.sort(key=lambda statement: statement.start())
 
     for statement in statements:
-        if not all(is_covered[statement.start() : statement.end()]):
+        if not covered.issuperset(range(*statement.span())):
             passage_start = max(statement.start() - 40, 0)
             passage_end = statement.end() + 20
             yield line[passage_start:passage_end]

@@ -363,20 +363,20 @@ def _form(circuit: str, kind: str) -> tuple[str, str]:
     The form has all options: that of 'shared_qk' is 'shared_qk(self_mask=False)'. `kind` is 'Score'
     or 'Value'.
     """
-    class_name, _, _ = circuit.partition('(')
-    table_entry = variant_tables.stored()[kind].get(class_name)
-    if table_entry is None:
+    name, _, _ = circuit.partition('(')  # without options
+    catalogue = variant_tables.stored()[kind]
+    if name not in catalogue:
         # A class from outside the package, whose options and equation are unknown.
         return circuit, NONE
 
-    default_options = table_entry['options']
+    default_options = catalogue[name]['options']
     _, given_options = parse_call(circuit, kind)
     options = default_options | given_options
-    form = class_name
+    form = name
     if options:
         arguments = ', '.join(f'{option}={value!r}' for option, value in options.items())
-        form = f'{class_name}({arguments})'
-    return form, table_entry['equation']
+        form = f'{name}({arguments})'
+    return form, catalogue[name]['equation']
 
 
 @jinja2.pass_context
@@ -390,10 +390,11 @@ def _arm_title(context: jinja2.runtime.Context, arm: Any) -> str:
 def _arm_name(context: jinja2.runtime.Context, arm: TrainedArm) -> str:
     """Returns an arm's variant, with size and corpus if the study has several of either."""
     study = context['study']
-    is_only_arm_of_variant = not size_and_corpus(study, arm)
-    if is_only_arm_of_variant:
+    has_one_size_and_corpus = not size_and_corpus(study, arm)
+    if has_one_size_and_corpus:
         return arm.variant
-    return arm_title(arm.key._replace(control=None), study)
+    key_without_control = arm.key._replace(control=None)
+    return arm_title(key_without_control, study)
 
 
 def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
@@ -401,7 +402,7 @@ def _details(measure: Any, arms: Iterable[TrainedArm]) -> dict[str, list]:
     trials = [trial for arm in arms for trial in arm.chosen]
     values_by_detail = dict[str, list]()
     for detail in measure.metric.details:
-        field = f'{measure.split}_{detail}'
+        field = f'{measure.split}_{detail}'  # such as 'test_bleu_signature'
         unique_values = dict.fromkeys(trial.metrics[field] for trial in trials)
         values_by_detail[detail] = [value for value in unique_values if value is not None]
     return values_by_detail

@@ -66,9 +66,10 @@ def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
     """Formats rows as CSV with a header. Text that a spreadsheet would run is escaped."""
     escaped_rows = []
     for row in rows:
-        escaped_rows.append(
-            {_escape_formula(name): _escape_formula(value) for name, value in row.items()}
-        )
+        escaped_row = {}
+        for name, value in row.items():
+            escaped_row[_escape_formula(name)] = _escape_formula(value)
+        escaped_rows.append(escaped_row)
     return pd.DataFrame(escaped_rows, dtype=object).to_csv(index=False, lineterminator='\n')
 
 
@@ -302,8 +303,7 @@ def _laws(findings: Findings) -> Iterator[Row]:
         law = scaling.law
         if isinstance(law, Problem):
             problems.append(law)
-        elif law.loose:
-            # The study's sizes do not determine the exponent.
+        elif law.loose:  # the Problem that the study's sizes do not determine the exponent
             problems.append(law.loose)
         else:
             row['E,|nats/token'] = _bounded(law.E)
@@ -311,16 +311,15 @@ def _laws(findings: Findings) -> Iterator[Row]:
             row['a'] = _bounded(law.a)
             row['R²'] = f'{law.r_squared:.3f}'
 
-        worth = scaling.worth
+        worth = scaling.worth  # None for the baseline itself
         if isinstance(worth, Interval):
             row['worth of a parameter,|in baseline parameters'] = _bounded(worth)
         elif isinstance(worth, Problem):
             problems.append(worth)
 
         if problems:
-            row['why a number is missing'] = '; '.join(
-                prose.clause(problem) for problem in problems
-            )
+            clauses = [prose.clause(problem) for problem in problems]
+            row['why a number is missing'] = '; '.join(clauses)
         yield row
 
 
@@ -347,8 +346,10 @@ def _ledger(study: TrainedStudy) -> Iterator[Row]:
     """Yields a row for each ledger entry, which is a declaration or a look at results."""
     for entry in study.ledger.entries:
         arms = [ArmKey(*ledger.arm_key(arm)) for arm in entry.get('arms', ())]
-        # The macro `entered` writes one sentence.
-        (details,) = prose.macro('sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms)
+        sentences_of_entry = prose.macro(
+            'sheets.j2', 'entered', {'study': study}, entry=entry, arms=arms
+        )
+        details = sentences_of_entry[0]  # the macro writes one sentence
         # '2025-01-02T03:04:05+00:00' -> '2025-01-02 03:04:05'
         time = str(entry['time']).removesuffix('+00:00').replace('T', ' ')
         yield {
@@ -377,7 +378,7 @@ def headline(findings: Findings) -> str:
     headings, rows = columns.printed(columns.HEADLINE, findings, arms)
 
     headline_sentences = sentences('headline.j2', study=findings.study, findings=findings)
-    what_arms_share = summary(findings)[-1]
+    what_arms_share = summary(findings)[-1]  # the last sentence of the summary
     text = markdown(' '.join([*headline_sentences, what_arms_share]))
     return f'{markdown_table(headings, rows)}\n\n{text}\n'
 
@@ -470,9 +471,10 @@ def _fitted(titles: Sequence[Heading], rows: Sequence[Sequence[str]]) -> str:
     Long names in the first column are cut in the middle.
     """
     names = [escape_control_characters(row[0]) for row in rows]
+    num_names = len(set(names))
     name_length = WIDTH // 4
     # Cut names less if different names would become equal.
-    while len({short(name, name_length) for name in names}) < len(set(names)):
+    while len({short(name, name_length) for name in names}) < num_names:
         name_length += 1
     short_rows = []
     for name, row in zip(names, rows, strict=True):

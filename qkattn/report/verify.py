@@ -146,11 +146,10 @@ def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
     has_results = any(run.stage != SCREENING and run.trials for run in study.runs)
     if not has_results:
         return
-    recorded_digests = study.ledger.looked_files
+    recorded_digests = study.ledger.looked_files  # by file name
     actual_digests = ledger.file_digests(study.files)
-    files = {**recorded_digests, **actual_digests}
     changed_files = []
-    for name in files:
+    for name in {**recorded_digests, **actual_digests}:
         if recorded_digests.get(name) != actual_digests.get(name):
             changed_files.append(name)
     if not changed_files:
@@ -175,6 +174,7 @@ def _run_problems(study: TrainedStudy) -> Iterator[str]:
             yield f'run {run.name} of plan.jsonl is not the hash of its config'
         if not run.trials:
             continue
+        # Seed, learning rate and weight decay of each trial.
         planned_trials = from_json(TrialsConfig, run.config['trials']).trials()
         finished_trials = [trial.trial for trial in run.trials]
         if finished_trials != planned_trials:
@@ -274,5 +274,9 @@ def _lines_agree(line: str, expected_line: str, agree: Callable[[str, str], bool
     expected_text = PRINT.sub('0', expected_line)
     if text != expected_text:
         return False
-    pairs = zip(PRINT.findall(line), PRINT.findall(expected_line), strict=True)
-    return all(number == expected or agree(number, expected) for number, expected in pairs)
+    numbers = PRINT.findall(line)
+    expected_numbers = PRINT.findall(expected_line)
+    for number, expected_number in zip(numbers, expected_numbers, strict=True):
+        if number != expected_number and not agree(number, expected_number):
+            return False
+    return True
