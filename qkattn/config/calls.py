@@ -54,7 +54,8 @@ def resolve(
         raise error(_unknown_name_message(name, known, field))
 
     if options:
-        accepted_options = options_of(call(target))
+        function_with_options = call(target)
+        accepted_options = options_of(function_with_options)
         for option in options:
             if option not in accepted_options:
                 names = ', '.join(accepted_options) or 'none'
@@ -99,7 +100,7 @@ def _keyword_literals(arguments: str) -> dict[str, Any]:
     Raises:
         SyntaxError, ValueError, TypeError: The text has another form.
     """
-    call = ast.parse(f'f{arguments}', mode='eval').body
+    call = ast.parse(f'f{arguments}', mode='eval').body  # 'f' is any name
     if not isinstance(call, ast.Call):
         raise ValueError('not a call')
     if not isinstance(call.func, ast.Name):  # as in 'f(a=1)(b=2)'
@@ -140,7 +141,7 @@ def accepts_arguments(*arguments: str) -> Callable[[Any], bool]:
 
     def is_valid(target: Any) -> bool:
         try:
-            inspect.signature(target).bind(*arguments)
+            inspect.signature(target).bind(*arguments)  # raises TypeError if they do not fit
         except (TypeError, ValueError):
             return False
         return True

@@ -83,19 +83,20 @@ def describe_failure(failure: Exception) -> str:
     """
     if isinstance(failure, SyntaxError) and failure.filename is not None:
         return f'SyntaxError in {failure.filename}, line {failure.lineno}: {failure.msg}'
-    frames = traceback.extract_tb(failure.__traceback__)
+    frames = traceback.extract_tb(failure.__traceback__)  # the frame that raised is last
     non_library_frames = [frame for frame in frames if not _is_of_library(frame.filename)]
-    user_frames = [frame for frame in non_library_frames if not frame.filename.startswith(_FOLDERS)]
+    user_frames = [frame for frame in non_library_frames if not _is_of_package(frame.filename)]
     raising_frame = non_library_frames[-1] if non_library_frames else frames[-1]
-    last_frame = user_frames[-1] if user_frames else raising_frame
-    error_name = type(failure).__name__
+    shown_frame = user_frames[-1] if user_frames else raising_frame
+
     reason = ' '.join(str(failure).split())  # without line breaks
     if not reason and isinstance(failure, NotImplementedError):
         # The method of a base class, which the user's code may have called.
         reason = f'a subclass must define {raising_frame.name}'
     elif not reason:
         reason = f'raised by {raising_frame.name}'
-    return f'{error_name} in {last_frame.filename}, line {last_frame.lineno}: {reason}'
+    error_name = type(failure).__name__
+    return f'{error_name} in {shown_frame.filename}, line {shown_frame.lineno}: {reason}'
 
 
 def _is_of_library(filename: str) -> bool:
@@ -104,6 +105,11 @@ def _is_of_library(filename: str) -> bool:
     # dataclasses generates methods in the file '<string>'.
     beginnings = (standard_library, '<frozen ', '<string>')
     return 'site-packages' in filename or filename.startswith(beginnings)
+
+
+def _is_of_package(filename: str) -> bool:
+    """Whether a file belongs to the package itself: to qkattn/ or experiments/."""
+    return filename.startswith(_FOLDERS)
 
 
 def import_paths(config_json: Any) -> list[str]:
@@ -130,6 +136,7 @@ def _drop_data_names(config_json: Any) -> Any:
     kept: dict[str, list[Any]] = {}
     for field, value in config_json.items():
         kept[field] = []
+        # ('tiktoken:',) for the field 'tokenizer', () for most fields.
         data_prefixes = tuple(f'{name}:' for name in NOT_MODULES.get(field, ()))
         items = value if isinstance(value, list) else [value]
         for item in items:

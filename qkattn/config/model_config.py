@@ -197,7 +197,7 @@ class ModelConfig:
         if self.pattern is None:
             return (self,)
 
-        variants = split_pattern(self.pattern)
+        variants = split_pattern(self.pattern)  # such as ['qk/vo', 'qk/no_o']
         setting_text = f'pattern={self.pattern!r}'
         if self.kind == 'encoder_decoder':
             raise SpecError(
@@ -215,7 +215,7 @@ class ModelConfig:
 
         configs = []
         for variant in variants:
-            score_and_value = _variant_fields(variant)
+            score_and_value = _variant_fields(variant)  # {'score': 'qk', 'value': 'no_o'}
             configs.append(dataclasses.replace(self, pattern=None, **score_and_value))
         return tuple(configs)
 

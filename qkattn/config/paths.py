@@ -39,10 +39,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        is_socket = error.errno == errno.ENXIO
-        if is_socket:
-            raise _unsuitable_file_error(path, _problem(os.stat(path).st_mode)) from error
-        raise
+        is_socket = error.errno == errno.ENXIO  # sockets cannot be opened
+        if not is_socket:
+            raise
+        problem = _problem(os.stat(path).st_mode)
+        raise _unsuitable_file_error(path, problem) from error
     try:
         _require_regular(path, os.fstat(descriptor))
     except OSError:
@@ -85,6 +86,7 @@ def require_regular_tree(directory: str | os.PathLike[str]) -> None:
 
 
 def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    """Raises an error if a path with this status is a directory or no regular file."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(status.st_mode):

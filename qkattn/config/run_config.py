@@ -271,7 +271,8 @@ def validate_settings(config: Config) -> None:
 
 def _model_conflicts(model: ModelConfig) -> Iterator[str]:
     """Yields an error message for each conflict between settings of the model."""
-    heads_width = model.num_heads * (model.head_size or 1)
+    head_size = model.head_size or 1  # None stands for d_model / num_heads, never too large
+    heads_width = model.num_heads * head_size
     if heads_width > MAX_HEADS_WIDTH:
         yield f'model.num_heads * model.head_size = {heads_width} must be at most {MAX_HEADS_WIDTH}'
     if not model.attention_gain and model.norm_position == 'post':

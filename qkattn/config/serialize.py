@@ -52,7 +52,7 @@ def defaults(cls: Any) -> dict[str, Any]:
         is_section = dataclasses.is_dataclass(field.default)
         values[field.name] = {} if is_section else field.default
 
-    for number in SCHEMAS:
+    for number in SCHEMAS:  # '1', '2', ...
         for field_name, default in fields_added_by_schema(number, cls).items():
             # schema.json also has fields that were removed from the class.
             if field_name in values:
@@ -76,6 +76,7 @@ def to_json(config: Any) -> dict[str, Any]:
     """
     cls = typing.cast(Any, type(config))
     always_stored = fields_added_by_schema('1', cls)
+    default_by_field = defaults(cls)
     stored_values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -87,7 +88,7 @@ def to_json(config: Any) -> dict[str, Any]:
             value = stored_value_of.get(value, value)
         value = _tuples_to_lists(value)
 
-        is_default = value == defaults(cls)[field.name]
+        is_default = value == default_by_field[field.name]
         if field.name in always_stored or not is_default:
             stored_values[field.name] = value
     return stored_values
@@ -153,8 +154,8 @@ def fingerprint(config: Config) -> str:
 def fingerprint_of(values: Mapping[str, Any]) -> str:
     """Returns the hash of a config as JSON, without settings of the machine (OF_MACHINE)."""
     hashed_values: dict[str, Any] = _tuples_to_lists(values)  # a deep copy
-    for name in OF_MACHINE:
-        section, _, field = name.partition('.')  # `field` is '' for a whole section
+    for name in OF_MACHINE:  # such as 'data.data_dir', or 'mesh' for a whole section
+        section, _, field = name.partition('.')
         if not field:
             hashed_values.pop(section, None)
         elif isinstance(hashed_values.get(section), dict):
@@ -165,8 +166,8 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
 
 def with_machine_of(config: Any, other: Any) -> Any:
     """Returns `config` with the settings of the machine (OF_MACHINE) of `other`."""
-    for name in OF_MACHINE:
-        section_name, _, field = name.partition('.')  # `field` is '' for a whole section
+    for name in OF_MACHINE:  # such as 'data.data_dir', or 'mesh' for a whole section
+        section_name, _, field = name.partition('.')
         section = getattr(config, section_name)
         other_section = getattr(other, section_name)
         if field:

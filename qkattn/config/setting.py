@@ -225,7 +225,7 @@ def check_section(prefix: str, section: Any) -> None:
             check_section(f'{name}.', value)
         else:
             raise ConfigError(f'{name}={_shorten_value(value)} must be a {annotation.__name__}')
-    vars(section)[PASSED] = True
+    vars(section)[PASSED] = True  # a frozen dataclass refuses setattr
 
 
 def _check_value(name: str, value: Any, annotation: Any, bounds: Bounds) -> None:
