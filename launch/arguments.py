@@ -43,7 +43,8 @@ def check_workdir_lasts(
         other_paths: Directories that last, with a slash at the end, besides gs://.
     """
     # '/runs/' contains '/runs' and '/runs/a', but not '/runs2'.
-    is_persistent = f'{options.workdir}/'.startswith(('gs://', *other_paths))
+    persistent_paths = ('gs://', *other_paths)
+    is_persistent = f'{options.workdir}/'.startswith(persistent_paths)
     if is_persistent or not options.command:
         return
     reason = f'--workdir={options.workdir}: without {storage}, '
@@ -118,6 +119,21 @@ def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argp
     for name, settings in flags.items():
         parser.add_argument(name, **settings)
 
+    own_flags, command = _split_at_dashes(argv)
+    options = parser.parse_args(own_flags)
+    options.command = command
+    workers = getattr(options, 'workers', None)  # some launchers do not have this flag
+    if workers and command[:1] == ['train']:
+        exit_with(f'--workers={workers} share a study, but the command is train')
+    options.workdir = _workdir_of(command) if command else ''
+    return options
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line at `--`; returns the launcher's flags and the command.
+
+    Without `--`, the command is []. A missing or unknown command ends the launcher.
+    """
     has_command = '--' in argv
     num_flags = argv.index('--') if has_command else len(argv)
     own_flags = argv[:num_flags]
@@ -132,20 +148,18 @@ def read_command_line(doc: str, flags: dict[str, dict], argv: list[str]) -> argp
         exit_with(f'the command after -- is missing; valid: {" and ".join(COMMANDS)}')
     if has_command and command[0] not in COMMANDS:
         exit_with(f'the command after -- is {command[0]!r}; valid: {" and ".join(COMMANDS)}')
-    options = parser.parse_args(own_flags)
-    options.command = command
+    return own_flags, command
 
-    workers = getattr(options, 'workers', None)
-    if workers and command[:1] == ['train']:
-        exit_with(f'--workers={workers} share a study, but the command is train')
+
+def _workdir_of(command: list[str]) -> str:
+    """Returns the --workdir of a command; a command without one ends the launcher."""
     # Both `--workdir=runs/a` and `--workdir runs/a` match in lines of one argument each.
-    workdir_match = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
-    if command and not workdir_match:
+    workdir = re.search('^--?workdir[=\n](.+)$', '\n'.join(command), re.MULTILINE)
+    if workdir is None:
         exit_with(
             'the command has no --workdir=DIRECTORY, from which a job that is restarted resumes'
         )
-    options.workdir = workdir_match[1] if workdir_match else ''
-    return options
+    return workdir[1]
 
 
 def require_command(options: argparse.Namespace) -> None:

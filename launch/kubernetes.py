@@ -105,7 +105,7 @@ def hardware(accelerator: str) -> Machine:
     on 2 hosts with 4 chips each.
     """
     kind, _, size = accelerator.partition('-')
-    hosts_and_gpus = re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)
+    hosts_and_gpus = re.fullmatch('([1-9][0-9]*)x([1-9][0-9]*)', size)  # '2x8'
     if kind in GPUS and hosts_and_gpus:
         hosts = int(hosts_and_gpus[1])
         gpus = int(hosts_and_gpus[2])
@@ -115,6 +115,7 @@ def hardware(accelerator: str) -> Machine:
 
     if kind in TPUS:
         tpu = TPUS[kind]
+        # For v5p, {'8': 4, '16': 8, ...}: a size counts the two cores of each chip.
         chips_by_size = {str(tpu.units_per_chip * chips): chips for chips in tpu.topologies}
         if size not in chips_by_size:
             sizes = ', '.join(chips_by_size)
@@ -134,8 +135,13 @@ def hardware(accelerator: str) -> Machine:
 
 def quoted(value: Any) -> str:
     """Formats a value as a line of YAML: JSON, with YAML's escapes for non-ASCII characters."""
+
+    def escape(character: re.Match[str]) -> str:
+        """Returns '\\U000000e9' for 'é'."""
+        return f'\\U{ord(character[0]):08x}'
+
     text = json.dumps(value, ensure_ascii=False)
-    return re.sub('[^ -~]', lambda match: f'\\U{ord(match[0]):08x}', text)
+    return re.sub('[^ -~]', escape, text)  # from space to tilde is printable ASCII
 
 
 def literal(text: str) -> str:
@@ -155,14 +161,15 @@ def environment(options: Namespace, machine: Machine, on_gpus: bool) -> list[dic
         # A broken GPU is an error, so that no run falls back to the CPU.
         defaults.append({'name': 'JAX_PLATFORMS', 'value': 'cuda,cpu'})
     if on_gpus and not options.workers:
+        # The pods of a JobSet find each other at the first; Kubernetes numbers them.
         first_pod = f'{options.name}-train-0-0.{options.name}:{PORT}'
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        index_of_pod = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         defaults += [
             {'name': 'JAX_COORDINATOR_ADDRESS', 'value': first_pod},
             {'name': 'JAX_NUM_PROCESSES', 'value': str(machine.hosts)},
-            {'name': 'JAX_PROCESS_ID', 'valueFrom': {'fieldRef': {'fieldPath': index}}},
+            {'name': 'JAX_PROCESS_ID', 'valueFrom': {'fieldRef': {'fieldPath': index_of_pod}}},
         ]
-    value_by_name = dict(setting.split('=', 1) for setting in options.env)
+    value_by_name = dict(setting.split('=', 1) for setting in options.env)  # of NAME=VALUE
     variables = [variable for variable in defaults if variable['name'] not in value_by_name]
     for name, value in value_by_name.items():
         variables.append({'name': name, 'value': literal(value)})
@@ -185,11 +192,6 @@ def manifest(options: Namespace) -> str:
     nodes = dict(machine.nodes)
     if options.spot:
         nodes[f'{GKE}spot'] = 'true'
-    volume: dict[str, Any] = {'name': 'runs'}
-    if options.volume:
-        volume['persistentVolumeClaim'] = {'claimName': options.volume}
-    else:
-        volume['emptyDir'] = {}
     values = {
         'name': options.name,
         'labels': labels,
@@ -199,19 +201,26 @@ def manifest(options: Namespace) -> str:
         'chips': machine.chips,
         'workers': workers,
         'limits': {machine.resource: machine.chips},
-        'user': {'runAsNonRoot': True} if on_gpus else {'runAsUser': 0},
+        'user': {'runAsNonRoot': True} if on_gpus else {'runAsUser': 0},  # TPUs need root
         'service_account': options.service_account,
         'nodes': nodes,
         'image': options.image,
         'arguments': [literal(argument) for argument in options.command],
         'env': environment(options, machine, on_gpus),
-        'volume': volume,
+        'volume': volume_of_runs(options),
     }
     file = 'gpu.yaml' if on_gpus else 'tpu.yaml'
     if workers:
         file = 'study.yaml'
     template = string.Template((TEMPLATES / file).read_text())
     return template.substitute({name: quoted(value) for name, value in values.items()})
+
+
+def volume_of_runs(options: Namespace) -> dict[str, Any]:
+    """Returns the volume that a pod mounts at /runs; without --volume, it ends with the pod."""
+    if options.volume:
+        return {'name': 'runs', 'persistentVolumeClaim': {'claimName': options.volume}}
+    return {'name': 'runs', 'emptyDir': {}}
 
 
 def main() -> int:

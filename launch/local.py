@@ -92,9 +92,7 @@ class Group:
             self._running.append(_start(program))
         readers = []
         for label, process in zip(programs, self._running, strict=True):
-            for pipe, output in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                arguments = (pipe, output.buffer, f'[{label}] ')
-                readers.append(threading.Thread(target=_copy, args=arguments, daemon=True))
+            readers += _readers(process, prefix=f'[{label}] ')
         for reader in readers:
             reader.start()
         if self.is_stopping:
@@ -105,24 +103,30 @@ class Group:
         while self._running:
             for process in list(self._running):
                 code = process.poll()
-                if code is None:
-                    continue
-                self._running.remove(process)
-                # The process may have left children running.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                if code < 0:
-                    signum = -code
-                    code = 128 + signum
-                codes.append(code)
-                has_failed = code not in (0, EXIT_REQUEUE)
-                self._end_within(min(ALONE, self._grace) if has_failed else self._grace)
+                if code is not None:
+                    self._running.remove(process)
+                    codes.append(self._finish(process, code))
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.05)
         for reader in readers:
             reader.join()
         return codes
+
+    def _finish(self, process: 'subprocess.Popen[bytes]', code: int) -> int:
+        """Limits the time of the other processes after one has ended; returns its exit code.
+
+        `code` is that of `Popen`, which is -N for signal N. The exit code is then 128 + N.
+        """
+        # The process may have left children running.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code < 0:
+            signum = -code
+            code = 128 + signum
+        has_failed = code not in (0, EXIT_REQUEUE)
+        self._end_within(min(ALONE, self._grace) if has_failed else self._grace)
+        return code
 
     def _stop(self, signum: int, frame: Any) -> None:
         """Handles a signal: sends SIGTERM to the processes, or SIGKILL on the third Ctrl-C."""
@@ -162,6 +166,16 @@ def _end_with_parent() -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _readers(process: 'subprocess.Popen[bytes]', prefix: str) -> list[threading.Thread]:
+    """Returns threads that copy the output of a process to that of the launcher."""
+    to_output = (process.stdout, sys.stdout.buffer, prefix)
+    to_error = (process.stderr, sys.stderr.buffer, prefix)
+    return [
+        threading.Thread(target=_copy, args=to_output, daemon=True),
+        threading.Thread(target=_copy, args=to_error, daemon=True),
+    ]
+
+
 def _copy(pipe: IO[bytes], output: IO[bytes], prefix: str) -> None:
     """Copies the lines of a pipe, each with a prefix."""
     for line in pipe:
@@ -180,7 +194,7 @@ def outcome(codes: list[int]) -> int:
 def programs_by_rank(options: argparse.Namespace) -> dict[str, Program]:
     """Returns the programs of a job by rank: '0', '1', ..."""
     with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
+        listener.bind(('127.0.0.1', 0))  # 0 chooses a free port
         _, free_port = listener.getsockname()
 
     programs = {}
@@ -194,7 +208,8 @@ def programs_by_rank(options: argparse.Namespace) -> dict[str, Program]:
             }
         if options.devices_per_process is not None:
             device_flag = f'--xla_force_host_platform_device_count={options.devices_per_process}'
-            xla_flags = f'{os.environ.get("XLA_FLAGS", "")} {device_flag}'.lstrip()
+            user_flags = os.environ.get('XLA_FLAGS', '')
+            xla_flags = f'{user_flags} {device_flag}'.lstrip()
             variables |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': xla_flags}
         if options.gpus_per_process is not None:
             gpus = gpus_of_rank(rank, options.gpus_per_process)
@@ -242,7 +257,7 @@ def supervise(group: Group, options: argparse.Namespace) -> int:
         say(f'exit code {code}; retry {crashes} of {options.retries}')
         next_start = time.monotonic() + DELAY
         while time.monotonic() < next_start and not group.is_stopping:
-            time.sleep(0.05)
+            time.sleep(0.05)  # a signal ends the waiting
 
 
 def say(text: str) -> None:

@@ -51,16 +51,20 @@ FLAGS = {
 
 def quoted(argument: str) -> str:
     """Quotes an argument for bash, in one line of printable ASCII."""
-    if re.fullmatch('[ -~]*', argument):
+    is_printable_ascii = re.fullmatch('[ -~]*', argument)
+    if is_printable_ascii:
         return shlex.quote(argument)
-    return "$'" + ''.join(rf'\x{byte:02x}' for byte in argument.encode()) + "'"
+    # Bash reads $'\xc3\xa9' as 'é'.
+    escaped_bytes = ''.join(rf'\x{byte:02x}' for byte in argument.encode())
+    return f"$'{escaped_bytes}'"
 
 
 def task(options: Namespace) -> str:
     """Returns the YAML of the jobs, with the command in its line `set --`."""
     file = 'study.yaml' if options.workers else 'train.yaml'
     template = (ROOT / 'launch/sky' / file).read_text()
-    line = f'  set -- {" ".join(map(quoted, options.command))}'
+    command = ' '.join(quoted(argument) for argument in options.command)
+    line = f'  set -- {command}'
     # A function as replacement keeps the backslashes of the line.
     text, num_replaced = re.subn('^  set -- .*$', lambda _: line, template, flags=re.M)
     if num_replaced != 1:

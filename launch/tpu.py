@@ -99,12 +99,12 @@ def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
     """Returns the gcloud commands that execute a verb of the launcher, such as 'create'."""
     match verb:
         case 'create':
-            kind = options.accelerator  # 'v6e-16'
-            version = options.runtime_version or RUNTIMES[kind.split('-')[0]]
+            tpu_type, _, _ = options.accelerator.partition('-')  # 'v6e' of 'v6e-16'
+            runtime_version = options.runtime_version or RUNTIMES[tpu_type]
             flags = [
                 f'--node-id={options.name}',
-                f'--accelerator-type={kind}',
-                f'--runtime-version={version}',
+                f'--accelerator-type={options.accelerator}',
+                f'--runtime-version={runtime_version}',
             ]
             if options.spot:
                 flags.append('--spot')
@@ -116,7 +116,8 @@ def gcloud_commands(options: Namespace, verb: str) -> list[list[str]]:
             destination = f'{options.name}:qkattn.bundle'
             copy = gcloud(options, 'scp', options.bundle, destination, '--worker=all')
             install = shlex.join([HOST, 'setup', options.extras])
-            return [copy, ssh(options, UNPACK + install)]
+            unpack_and_install = UNPACK + install  # a script of several lines
+            return [copy, ssh(options, unpack_and_install)]
         case 'run':
             command = [HOST, 'start', f'--retries={options.retries}', '--', *options.command]
             if options.env:
@@ -154,7 +155,7 @@ def exit_code_of(hosts: list[str]) -> int | None:
     ['exit 0', 'running'] gives None. Of different codes, the order of precedence is 2 (a wrong
     setting), the first crash, 75 (stopped) and 0.
     """
-    codes = [int(state.split()[1]) for state in hosts if state.startswith('exit')]
+    codes = [int(state.split()[1]) for state in hosts if state.startswith('exit')]  # 'exit 75'
     if not codes or len(codes) < len(hosts):
         return None
     if 2 in codes:
@@ -182,22 +183,18 @@ def watch(options: Namespace) -> int:
     has_run = False  # without a run of this watch, an exit code is from an earlier start
     failures = 0  # consecutive failed verbs
     while True:
-        output = output_of(print_state(options))
-        slice_state = 'UNKNOWN' if output is None else output.strip() or 'ABSENT'
+        slice_state = state_of_slice(options)
         if slice_state == 'FAILED':
             exit_with(
-                f'the request {options.name} failed; delete it and see the quota of the zone', 1
+                f'the request {options.name} failed; delete it and see the quota of the zone',
+                code=1,
             )
-        # The states of the hosts: 'new', 'ready', 'running', 'lost' or 'exit CODE'.
-        hosts: list[str] = []
-        if slice_state == 'ACTIVE':
-            status = output_of(ssh(options, STATUS)) or ''
-            hosts = re.findall(r'^qkattn \S+ (.+)$', status, re.M)
+        hosts = states_of_hosts(options) if slice_state == 'ACTIVE' else []
         code = exit_code_of(hosts)
         if has_run and code is not None:
             return code
 
-        verbs = next_verbs(slice_state, hosts)
+        verbs = next_verbs(slice_state, hosts)  # such as ['setup', 'run']
         print(
             f'watch: {options.name} is {slice_state.lower()}', *hosts, *verbs, sep=', ', flush=True
         )
@@ -206,12 +203,31 @@ def watch(options: Namespace) -> int:
             if execute(options, verb) != 0:
                 failed_verb = verb
                 break
-        if 'running' in hosts or ('run' in verbs and failed_verb is None):
+        has_started = 'run' in verbs and failed_verb is None
+        if has_started or 'running' in hosts:
             has_run = True
         failures = failures + 1 if failed_verb else 0
         if failures > options.retries:
-            exit_with(f'{failed_verb} failed {failures} times; the reason is above', 1)
+            exit_with(f'{failed_verb} failed {failures} times; the reason is above', code=1)
         time.sleep(options.poll)
+
+
+def state_of_slice(options: Namespace) -> str:
+    """Returns the state of the slice, such as 'ACTIVE'.
+
+    'ABSENT' if it does not exist, 'UNKNOWN' if gcloud fails.
+    """
+    output = output_of(print_state(options))
+    if output is None:
+        return 'UNKNOWN'
+    return output.strip() or 'ABSENT'
+
+
+def states_of_hosts(options: Namespace) -> list[str]:
+    """Returns the states of the hosts: 'new', 'ready', 'running', 'lost' or 'exit CODE'."""
+    status = output_of(ssh(options, STATUS)) or ''
+    # The line of a host is 'qkattn HOSTNAME STATE'.
+    return re.findall(r'^qkattn \S+ (.+)$', status, re.M)
 
 
 def read_options(argv: list[str]) -> Namespace:
@@ -251,10 +267,11 @@ def main() -> int:
         return 0
     require_program('gcloud', 'https://cloud.google.com/sdk/docs/install says how')
     with tempfile.TemporaryDirectory() as folder:
-        options.bundle = f'{folder}/qkattn.bundle'
+        options.bundle = f'{folder}/qkattn.bundle'  # the current commit, for all hosts
         if options.verb in ('setup', 'watch'):
-            bundle = ['git', '-C', str(ROOT), 'bundle', 'create', '--quiet', options.bundle, 'HEAD']
-            if subprocess.run(bundle).returncode:
+            make_bundle = ['git', '-C', str(ROOT), 'bundle', 'create', '--quiet']
+            process = subprocess.run([*make_bundle, options.bundle, 'HEAD'])
+            if process.returncode != 0:
                 exit_with(f'{ROOT} has no commit of git; setup copies one')
         if options.verb == 'watch':
             return watch(options)
