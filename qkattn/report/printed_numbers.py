@@ -202,15 +202,18 @@ def _text_of(kind: str, entry: dict[str, Any], root: Path, where: str) -> str:
         log = read_log(root / source)
         if kind == 'logged':
             return text.format(log=log, count=len(log))
+        verdicts = []
         for template, expected in entry['holds'].items():
             # '{log[6][name]}: {log[6][rows][1][decision]}' gives 'drop W_V: undecided'.
             actual = template.format(log=log)
-            if actual != expected:
-                raise ReportError(f'{where} expects {expected!r}, but {source} gives {actual!r}')
+            verdicts.append((actual, expected))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SyntaxError) as error:
         raise ReportError(
             f'{where} cannot be made from {source} ({error!r}); correct the entry'
         ) from error
+    for actual, expected in verdicts:
+        if actual != expected:
+            raise ReportError(f'{where} expects {expected!r}, but {source} gives {actual!r}')
     return text
 
 

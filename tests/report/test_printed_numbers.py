@@ -88,7 +88,12 @@ def test_entries_that_agree_are_counted(numbers_toml):
         ('config.py', '38.7', '39.7', "config.py does not contain 'BLEU 38.7 of 1,234"),
         ('code.py', '0.01', '0.02', "does not contain 'the margin is 0.02'"),
         ('table.csv', 'qk/no_o', 'qk/no_v', r'entry 1 cannot be made .*no_o'),
-        ('table.csv', 'equivalent', 'worse', "but .* gives 'no_o worse'"),
+        (
+            'table.csv',
+            'equivalent',
+            'worse',
+            r"entry 1 expects 'no_o equivalent', but table.csv gives 'no_o worse'$",
+        ),
         ('scores.jsonl', '}', '', 'entry 2 cannot be made .*scores.jsonl'),
         ('docs/numbers.toml', ':.1f', ':.1q', 'entry 2 cannot be made'),
         ('docs/numbers.toml', 'source =', 'url =', r'\[\[external\]\] entry 1 has .*url'),
