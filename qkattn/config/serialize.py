@@ -71,8 +71,8 @@ def fields_added_by_schema(number: str, cls: Any) -> dict[str, Any]:
 def to_json(config: Any) -> dict[str, Any]:
     """Returns a config, or one of its sections, as JSON values.
 
-    A field that was added after the number 1 of schema.json is left out if it has its default
-    value, so that adding a field does not change the hashes of existing configs.
+    Fields under the number 1 of schema.json are always stored. A field that was added later is left
+    out if it has its default value, so that the hashes of existing configs do not change.
     """
     cls = typing.cast(Any, type(config))
     always_stored = fields_added_by_schema('1', cls)
@@ -88,8 +88,8 @@ def to_json(config: Any) -> dict[str, Any]:
             value = stored_value_of.get(value, value)
         value = _tuples_to_lists(value)
 
-        is_default = value == default_by_field[field.name]
-        if field.name in always_stored or not is_default:
+        has_default_value = value == default_by_field[field.name]
+        if field.name in always_stored or not has_default_value:
             stored_values[field.name] = value
     return stored_values
 

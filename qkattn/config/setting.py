@@ -172,6 +172,7 @@ def settings(cls: Any, prefix: str = '') -> dict[str, Setting]:
         if is_section:
             declared |= settings(annotation, f'{name}.')
         else:
+            # The metadata are `doc`, `bounds` and `registries`.
             declared[name] = Setting(name, annotation, field.default, **field.metadata)
     return declared
 

@@ -188,20 +188,26 @@ class Column:
         """Raises ConfigError for a misspelled key or attribute of the path, which no arm has."""
         if callable(self.value):
             return
-        path = self.value  # such as 'example.config.d_ff'
-        values: list[Any] = list(arms)  # of all arms, at the beginning of the path
-        for name in path.split('.'):
+        # Follow a path such as 'example.config.d_ff' from all arms at once.
+        values: list[Any] = list(arms)
+        for name in self.value.split('.'):
             mappings = [value for value in values if isinstance(value, Mapping)]
-            valid_keys = dict[str, Any]()  # a dict keeps the order
-            for mapping in mappings:
-                valid_keys |= dict.fromkeys(str(key) for key in mapping)
-            if mappings and name not in valid_keys:
-                near_keys = difflib.get_close_matches(name, valid_keys) or list(valid_keys)
-                hint = f'near it are {", ".join(near_keys)}' if near_keys else 'no arm has any key'
-                raise ConfigError(
-                    f'report column {self.name!r}: no arm has the key {name!r} of {path!r}; {hint}'
-                )
+            if mappings:
+                self._require_key(name, mappings)
             values = [self._follow(value, name) for value in values]
+
+    def _require_key(self, key: str, mappings: Iterable[Mapping]) -> None:
+        """Raises ConfigError if none of the mappings has the key."""
+        valid_keys = dict[str, Any]()  # a dict keeps the order
+        for mapping in mappings:
+            valid_keys |= dict.fromkeys(str(valid_key) for valid_key in mapping)
+        if key in valid_keys:
+            return
+        near_keys = difflib.get_close_matches(key, valid_keys) or list(valid_keys)
+        hint = f'near it are {", ".join(near_keys)}' if near_keys else 'no arm has any key'
+        raise ConfigError(
+            f'report column {self.name!r}: no arm has the key {key!r} of {self.value!r}; {hint}'
+        )
 
     def cells(self, arm: TrainedArm) -> dict[str, Any]:
         """Returns an arm's cells of table.csv, by column name.
@@ -341,7 +347,7 @@ def _verdict_columns(findings: Findings) -> Iterator[Column]:
         left=True,
     )
 
-    # How the difference changes in training that is this many times as long.
+    # In longer training: whether the difference lasts, the factor of the steps, the difference.
     yield Column('length', 'settling.code.value')
     yield Column('length_times', 'settling.times')
     yield Column('difference_longer', 'settling.longer')

@@ -18,7 +18,7 @@ import json
 import os
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from qkattn.errors import ReportError
@@ -71,10 +71,7 @@ def check_ledgers(results: Path) -> str:
     num_rewritten = 0
     for path, versions in versions_by_path.items():
         num_versions += len(versions)
-        for before, after in itertools.pairwise(versions):
-            is_appended = after.content.startswith(before.content)
-            if is_appended:
-                continue
+        for before, after in _rewrites(versions):
             # Accepted rewrites name the replaced version by the hash in its last line.
             replaced_hash = _last_hash(before.content)
             if (path, replaced_hash) not in accepted_rewrites:
@@ -90,6 +87,14 @@ def check_ledgers(results: Path) -> str:
         f'ledgers: {versions_text} of {ledgers_text} compared with git, '
         f'{num_rewritten} rewritten for a stated reason'
     )
+
+
+def _rewrites(versions: Iterable[Version]) -> Iterator[tuple[Version, Version]]:
+    """Yields the versions (before, after) of each change that does more than append lines."""
+    for before, after in itertools.pairwise(versions):
+        is_appended = after.content.startswith(before.content)
+        if not is_appended:
+            yield before, after
 
 
 def _git(directory: Path, *arguments: str, standard_input: str = '') -> bytes:

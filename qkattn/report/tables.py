@@ -234,14 +234,15 @@ def _yardsticks(findings: Findings) -> Iterator[Row]:
     A yardstick is a simple method on the same data, such as n-grams, which the baseline has to
     beat.
     """
-    loss_heading = f'{prose.SPLITS[findings.split]}|loss'
+    loss_heading = f'{prose.SPLITS[findings.split]}|loss'  # such as 'validation|loss'
     for arm in rules.baselines(findings.study, findings.every_arm):
-        shortfalls = list(rules.why_untrained(arm))
+        reasons_untrained = list(rules.why_untrained(arm))
+        tokens_seen = prose.si(arm.yardstick.seen) if arm.yardstick else prose.NOT_RECORDED
         row = {
             'size': arm.size,
             'corpus': arm.corpus,
-            'trained|enough': 'no' if shortfalls else 'yes',
-            'tokens|seen': prose.si(arm.yardstick.seen) if arm.yardstick else prose.NOT_RECORDED,
+            'trained|enough': 'no' if reasons_untrained else 'yes',
+            'tokens|seen': tokens_seen,
             loss_heading: f'{arm.loss.mean:.3f}' if arm.loss else NONE,
         }
         yield row | _yardstick_cells(arm)
@@ -370,7 +371,7 @@ def headline(findings: Findings) -> str:
 
     def rank(arm: TrainedArm) -> tuple[bool, float]:
         difference = arm.difference.mean if arm.difference else math.inf
-        return not arm.is_baseline, difference
+        return not arm.is_baseline, difference  # False sorts before True
 
     arms = list[TrainedArm]()
     for group in prose.by_size_and_corpus(findings.arms, findings.study).values():

@@ -105,17 +105,7 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     """
     path = Path(path)
     page = read_page(path)
-    names = '|'.join(blocks)
-    start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
-    # A block contains no other comment.
-    block = re.compile(rf'(?P<start>{start})(?:(?!<!--).)*(?P<end><!-- end -->)', re.DOTALL)
-    starts_of_blocks = {match.start() for match in block.finditer(page)}
-    for match in re.finditer(start, page):
-        if match.start() not in starts_of_blocks:
-            raise ReportError(
-                f'{path}: the block {match["name"]}: {match["directory"]} has no <!-- end --> '
-                'before the next comment; add it'
-            )
+    block = _block_pattern(path, page, blocks)
 
     def regenerate(match: re.Match[str]) -> str:
         """Returns a block with new text between its two comments."""
@@ -133,6 +123,34 @@ def check_page(path: str | Path, blocks: Blocks = HEADLINE, *, write: bool = Fal
     if first_difference is not None:
         raise ReportError(f'{path} does not match its studies, {first_difference}')
     return num_blocks
+
+
+def _block_pattern(path: Path, page: str, blocks: Blocks) -> re.Pattern[str]:
+    """Returns a regular expression that matches each block of a page, with its two comments.
+
+    Its groups are `start` and `end`, the comments, and `name` and `directory` of the first.
+
+    Args:
+        path: The path of the page, for the error message.
+        page: The text of the page.
+        blocks: The valid names of blocks.
+
+    Raises:
+        ReportError: A block has no end.
+    """
+    names = '|'.join(blocks)
+    start = rf'<!-- (?P<name>{names}): (?P<directory>\S+) -->\n'
+    text = r'(?:(?!<!--).)*'  # without another comment
+    block = re.compile(rf'(?P<start>{start}){text}(?P<end><!-- end -->)', re.DOTALL)
+
+    starts_of_blocks = {match.start() for match in block.finditer(page)}
+    for match in re.finditer(start, page):
+        if match.start() not in starts_of_blocks:
+            raise ReportError(
+                f'{path}: the block {match["name"]}: {match["directory"]} has no <!-- end --> '
+                'before the next comment; add it'
+            )
+    return block
 
 
 def _ledger_problems(study: TrainedStudy) -> Iterator[str]:
