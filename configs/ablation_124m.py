@@ -25,23 +25,23 @@ from qkattn.config import ControlsConfig, Study, TuningConfig
 
 
 def get_config(scale='gpu'):
-    base = recipe(scale)
+    """Returns the study at the scale 'smoke' or 'gpu'."""
     is_smoke = scale == 'smoke'
-    tuning = (
-        TuningConfig() if is_smoke else TuningConfig(seeds=(100,), max_seeds=3, choice='minimax')
-    )
+    tuning = TuningConfig()  # none
+    if not is_smoke:
+        tuning = TuningConfig(seeds=(100,), max_seeds=3, choice='minimax')
     return Study(
         name='ablation_124m',
         question='Which of W_Q, W_K, W_V, W_O does GPT-2 need at 124 million parameters?',
-        base=base,
+        base=recipe(scale),
         variants=(
-            'qk/vo',
-            'query_free/vo',
-            'merged/vo',
-            'qk/no_v',
-            'qk/no_o',
-            'shared_qk/vo',
-            'qk/k_is_v',
+            'qk/vo',  # the baseline
+            'query_free/vo',  # no W_Q
+            'merged/vo',  # W_Q and W_K merged
+            'qk/no_v',  # no W_V
+            'qk/no_o',  # no W_O
+            'shared_qk/vo',  # W_Q = W_K
+            'qk/k_is_v',  # W_V = W_K
         ),
         sizes=('d_model=32',) if is_smoke else ('d_model=768',),
         # A row of the embedding of a tiny model has more parameters than one of its matrices.
@@ -50,15 +50,16 @@ def get_config(scale='gpu'):
         tuning=tuning,
         controls=ControlsConfig(equal_shape=False, longer=None),
         margin=0.01,
-        expected=() if is_smoke else ('shared_qk/vo is worse',),
+        expected=() if is_smoke else ('shared_qk/vo is worse',),  # the positive control
     )
 
 
 def recipe(scale):
-    """The settings of gpt2_124m.py, with a test split, seeds and learning rates to tune."""
+    """Returns the settings of gpt2_124m.py with a test split, and seeds and rates to tune."""
     # The file beside this one, which no package holds.
-    gpt2 = runpy.run_path(str(pathlib.Path(__file__).with_name('gpt2_124m.py')))
-    config = gpt2['get_config'](scale)
+    gpt2_file = pathlib.Path(__file__).with_name('gpt2_124m.py')
+    get_gpt2_config = runpy.run_path(str(gpt2_file))['get_config']
+    config = get_gpt2_config(scale)
     data = dataclasses.replace(config.data, carve_test=True)
     # The trials of a run take turns, so that the memory holds the activations of only one.
     train = dataclasses.replace(config.train, lifting='map')

@@ -45,11 +45,12 @@ def get_config():
                 log_every=20,
                 eval_every=100,
                 checkpoint_every=500,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(3e-3,)),
         ),
         baseline='qk/vo',
+        # Of W_Q and W_K; W_Q = W_K; the same, signed; W_Q = W_K F with a free F.
         variants=('qk/vo', 'shared_qk/vo', 'symmetric/vo', 'pairwise/vo'),
         sizes=('d_model=64',),
     )

@@ -44,7 +44,7 @@ def get_config():
                 log_every=50,
                 eval_every=250,
                 checkpoint_every=250,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(
                 seeds=tuple(range(12)), learning_rates=(4e-3, 8e-3, 1.6e-2, 3.2e-2)
@@ -52,17 +52,18 @@ def get_config():
         ),
         baseline='qk/vo',
         variants=(
-            'qk/vo',
-            'query_free/vo',
-            'key_free/vo',
-            'shared_qk/vo',
-            'shared_qk(key_norm=True,self_mask=True)/vo',
-            'qk/no_v',
-            'qk/no_o',
-            'qk/k_is_v',
-            'qk/vo?num_kv_heads=1',
+            'qk/vo',  # the baseline
+            'query_free/vo',  # no W_Q
+            'key_free/vo',  # no W_K
+            'shared_qk/vo',  # W_Q = W_K
+            'shared_qk(key_norm=True,self_mask=True)/vo',  # as in Reformer
+            'qk/no_v',  # no W_V
+            'qk/no_o',  # no W_O
+            'qk/k_is_v',  # W_V = W_K
+            'qk/vo?num_kv_heads=1',  # MQA
         ),
         sizes=('d_model=48',),
         tuning=TuningConfig(seeds=(100, 101)),
+        # The baseline and decided arms also train four times as long.
         controls=ControlsConfig(longer=4, longer_seeds=tuple(range(6))),
     )

@@ -30,6 +30,7 @@ from qkattn.errors import ConfigError
 
 
 def get_config(scale='gpu'):
+    """Returns the training of GPT-2 at scale 'gpu', and of a tiny model at scale 'smoke'."""
     if scale not in ('smoke', 'gpu'):
         raise ConfigError(f'scale={scale!r} must be smoke or gpu')
     is_smoke = scale == 'smoke'

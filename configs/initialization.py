@@ -41,16 +41,16 @@ def get_config():
                 log_every=50,
                 eval_every=400,
                 checkpoint_every=200,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(seeds=tuple(range(8)), learning_rates=(4e-3, 8e-3, 1.6e-2)),
         ),
         baseline='qk/vo',
         variants=(
-            'qk/vo',
-            'qk/no_o',
-            'shared_qk/vo',
-            'qk/vo?init=nanogpt',
+            'qk/vo',  # the baseline
+            'qk/no_o',  # no W_O
+            'shared_qk/vo',  # W_Q = W_K
+            'qk/vo?init=nanogpt',  # each of these again, with the initialization of nanoGPT
             'qk/no_o?init=nanogpt',
             'shared_qk/vo?init=nanogpt',
         ),

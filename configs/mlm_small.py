@@ -39,11 +39,11 @@ def get_config():
                 log_every=20,
                 eval_every=200,
                 checkpoint_every=500,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
         ),
         baseline='qk/vo',
-        variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),
+        variants=('qk/vo', 'shared_qk/vo', 'query_free/vo'),  # all, W_Q = W_K, no W_Q
         sizes=('d_model=96',),
     )

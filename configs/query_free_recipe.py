@@ -50,7 +50,7 @@ def get_config():
                 log_every=50,
                 eval_every=500,
                 checkpoint_every=250,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(
                 seeds=tuple(range(8)),

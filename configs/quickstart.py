@@ -35,20 +35,20 @@ def get_config():
                 log_every=20,
                 eval_every=100,
                 checkpoint_every=200,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
         ),
         baseline='qk/vo',
         variants=(
-            'qk/vo',
-            'merged/vo',
-            'shared_qk/vo',
-            'query_free/vo',
-            'key_free/vo',
-            'qk/no_v',
-            'qk/no_o',
-            'qk/vo?num_kv_heads=1',
+            'qk/vo',  # the baseline
+            'merged/vo',  # W_Q and W_K merged
+            'shared_qk/vo',  # W_Q = W_K
+            'query_free/vo',  # no W_Q
+            'key_free/vo',  # no W_K
+            'qk/no_v',  # no W_V
+            'qk/no_o',  # no W_O
+            'qk/vo?num_kv_heads=1',  # MQA
         ),
         sizes=('d_model=96',),
     )

@@ -50,18 +50,18 @@ def get_config():
                 log_every=20,
                 eval_every=200,
                 checkpoint_every=200,
-                lifting='map',
+                lifting='map',  # the trials of a run take turns
             ),
             trials=TrialsConfig(seeds=(0, 1, 2), learning_rates=(4e-3,)),
             decode=DecodeConfig(beam=4, max_sources=320),
         ),
         baseline='qk/vo',
         variants=(
-            'qk/vo',
-            'qk/vo?encoder_variant=shared_qk/vo',
-            'qk/vo?encoder_variant=query_free/vo',
-            'qk/vo?encoder_variant=qk/no_v',
-            'qk/vo?encoder_variant=qk/no_o',
+            'qk/vo',  # the baseline
+            'qk/vo?encoder_variant=shared_qk/vo',  # W_Q = W_K in the encoder
+            'qk/vo?encoder_variant=query_free/vo',  # no W_Q
+            'qk/vo?encoder_variant=qk/no_v',  # no W_V
+            'qk/vo?encoder_variant=qk/no_o',  # no W_O
         ),
         sizes=('d_model=64',),
     )

@@ -20,15 +20,17 @@ FACTORS = (0.5, 1.0, 2.0)
 
 
 def get_config(scale='cpu'):
-    fields = protocol(scale, equal_shape=False, max_excess=0.004)
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
+    fields = protocol(scale, equal_shape=False, max_excess=0.004)  # tuning, tolerance and controls
     # At scale smoke, nothing is tuned.
     if scale != 'smoke':
+        # The deviations of initial matrices are tuned, too.
         fields['tuning'] = dataclasses.replace(fields['tuning'], init_qks=FACTORS, init_vos=FACTORS)
     return Study(
         name='lm_initialization',
         question='Is what a dropped matrix costs a matter of how the others are initialized?',
         base=language_model(scale, first_seed=64),
-        variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),
+        variants=('qk/vo', 'query_free/vo', 'qk/no_v', 'qk/no_o'),  # all, no W_Q, no W_V, no W_O
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,

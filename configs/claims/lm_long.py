@@ -16,23 +16,25 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     tuned = scale != 'smoke'
     return Study(
         name='lm_long',
         question='Which differences between decoders are left after four times the steps?',
         base=language_model(scale, seeds=6, first_seed=56, evaluations=8, times_as_long=4),
         variants=(
-            'qk/vo',
-            'query_free/vo',
-            'merged/vo',
-            'qk/no_v',
-            'qk/no_o',
-            'shared_qk/vo',
-            'qk/k_is_v',
+            'qk/vo',  # the baseline
+            'query_free/vo',  # no W_Q
+            'merged/vo',  # W_Q and W_K merged
+            'qk/no_v',  # no W_V
+            'qk/no_o',  # no W_O
+            'shared_qk/vo',  # W_Q = W_K
+            'qk/k_is_v',  # W_V = W_K
         ),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
-        expected=('shared_qk/vo is worse',) if tuned else (),
+        expected=('shared_qk/vo is worse',) if tuned else (),  # the positive control
+        # Tuning, tolerance and controls.
         **protocol(scale, equal_shape=False, max_excess=0.003, max_screening=4),
     )

@@ -13,6 +13,7 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     return Study(
         name='lm_rank_12',
         repeats='lm_rank' if scale != 'smoke' else None,
@@ -23,5 +24,5 @@ def get_config(scale='cpu'):
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
-        **protocol(scale, equal_shape=False, max_excess=0.004),
+        **protocol(scale, equal_shape=False, max_excess=0.004),  # tuning, tolerance and controls
     )

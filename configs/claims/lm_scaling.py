@@ -13,6 +13,8 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
+    # Width and number of heads of each size.
     shapes = pick(
         scale,
         smoke=((32, 2), (48, 3)),
@@ -23,9 +25,9 @@ def get_config(scale='cpu'):
         name='lm_scaling',
         question='How many parameters of a decoder that has learned is one of an arm worth?',
         base=language_model(scale, seeds=5),
-        variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),
+        variants=('qk/vo', 'query_free/vo', 'shared_qk/vo'),  # all, no W_Q, W_Q = W_K
         sizes=tuple(f'd_model={d_model}&num_heads={heads}' for d_model, heads in shapes),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
-        **protocol(scale, equal_shape=False),
+        **protocol(scale, equal_shape=False),  # tuning, tolerance and controls
     )

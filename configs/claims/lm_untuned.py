@@ -15,12 +15,14 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     base = language_model(scale)
-    lowest = dataclasses.replace(base.trials, learning_rates=base.trials.learning_rates[:1])
+    lowest_rate = base.trials.learning_rates[:1]
+    trials = dataclasses.replace(base.trials, learning_rates=lowest_rate)
     return Study(
         name='lm_untuned',
         question='Is a nonlinear query better than the standard one without tuning?',
-        base=dataclasses.replace(base, trials=lowest),
+        base=dataclasses.replace(base, trials=trials),
         variants=('qk/vo', 'nonlinear_query/vo'),
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.

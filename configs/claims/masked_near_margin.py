@@ -15,6 +15,7 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     base = language_model(
         scale,
         seeds=40,
@@ -23,16 +24,18 @@ def get_config(scale='cpu'):
         kind='encoder',
         positions='rope',
     )
+    data = dataclasses.replace(base.data, mask_rate=0.3)
     return Study(
         name='masked_near_margin',
         repeats='masked_lm' if scale != 'smoke' else None,
         question='Is a masked language model better without W_O?',
-        base=dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3)),
-        variants=('qk/vo', 'qk/no_o'),
+        base=dataclasses.replace(base, data=data),
+        variants=('qk/vo', 'qk/no_o'),  # with and without W_O
         sizes=pick(scale, smoke=('d_model=32',), cpu=('d_model=96',), gpu=('d_model=768',)),
         # Saved parameters widen the MLP. Rotary heads have even sizes, so d_model has few values.
         destinations=('d_ff',),
         # For comparison: in lm_scaling, 8 % fewer than 259k parameters cost 0.007 nats/token.
         margin=0.01,
+        # Tuning, tolerance and controls.
         **protocol(scale, equal_shape=False, max_excess=0.003, screening=8),
     )

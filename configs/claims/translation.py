@@ -14,15 +14,16 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     return Study(
         name='translation',
         question='Which matrices does the encoder of a translator need?',
         base=translator(scale),
         variants=(
-            'qk/vo',
-            'qk/vo?encoder_variant=shared_qk/vo',
-            'qk/vo?encoder_variant=qk/no_v',
-            'qk/vo?encoder_variant=qk/no_o',
+            'qk/vo',  # the baseline
+            'qk/vo?encoder_variant=shared_qk/vo',  # W_Q = W_K in the encoder
+            'qk/vo?encoder_variant=qk/no_v',  # no W_V
+            'qk/vo?encoder_variant=qk/no_o',  # no W_O
         ),
         sizes=pick(
             scale,
@@ -31,5 +32,5 @@ def get_config(scale='cpu'):
             gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
         ),
         margin=0.02,
-        **protocol(scale, max_excess=0.006, screening=4),
+        **protocol(scale, max_excess=0.006, screening=4),  # tuning, tolerance and controls
     )

@@ -13,12 +13,13 @@ from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
-    rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+    """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
+    learning_rates = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
     return Study(
         name='translation_shared',
         repeats='translation' if scale != 'smoke' else None,
         question='Is an encoder with one matrix for queries and keys worse at the same shape?',
-        base=translator(scale, seeds=24, first_seed=8, learning_rates=rates),
+        base=translator(scale, seeds=24, first_seed=8, learning_rates=learning_rates),
         variants=('qk/vo', 'qk/vo?encoder_variant=shared_qk/vo'),
         sizes=pick(
             scale,
@@ -26,7 +27,8 @@ def get_config(scale='cpu'):
             cpu=('d_model=96',),
             gpu=tuple(f'd_model={d}' for d in (128, 512, 2048)),
         ),
-        match=None,
+        match=None,  # all arms have the baseline's shape
         margin=0.02,
+        # Tuning, tolerance and controls.
         **protocol(scale, equal_shape=False, max_excess=0.006, screening=8),
     )
