@@ -108,7 +108,8 @@ def _mean(value_BNT: jax.Array, counted_BT: jax.Array) -> jax.Array:
 
     Axis B of counted_BT may be 1.
     """
-    weight_B1T = jnp.broadcast_to(counted_BT[:, None], value_BNT[:, :1].shape)
+    B, _, T = value_BNT.shape
+    weight_B1T = jnp.broadcast_to(counted_BT[:, None], (B, 1, T))
     return (value_BNT * weight_B1T).sum((0, 2)) / weight_B1T.sum()
 
 
@@ -225,9 +226,11 @@ class _UnitValues(Value):
         return {}
 
     def values(self, cache: Cache, score: Score) -> jax.Array:
-        B = jax.tree.leaves(cache)[0].shape[0]
+        any_array = jax.tree.leaves(cache)[0]  # of the score, as `cached` adds none
+        B = any_array.shape[0]
         S = self.num_keys
-        return jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, 1, S))
+        unit_vectors_S1S = jnp.eye(S)[:, None]
+        return jnp.broadcast_to(unit_vectors_S1S, (B, S, 1, S))
 
     def output(self, o_BTNH: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
         return o_BTNH

@@ -172,8 +172,8 @@ def standard_error(sums: Sums, bytes_per_target: float | None = None) -> np.ndar
     excess_RX = sums['loss'] - mean_loss(sums) * sums['weight']
     squares_X = (excess_RX**2).sum(0)
     num_rows_X = sums['rows'].sum(0)  # R, the number of rows with a target
-    num_rows_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
-    correction_X = num_rows_X / (num_rows_X - 1)
+    rows_or_nan_X = np.where(num_rows_X > 1, num_rows_X, np.nan)
+    correction_X = rows_or_nan_X / (rows_or_nan_X - 1)
     total_weight_X = sums['weight'].sum(0)
     return np.sqrt(correction_X * squares_X) / total_weight_X
 
@@ -389,15 +389,20 @@ def _imported_metric(text: str) -> Metric:
     """
     metric_or_function, options = resolve(
         text,
-        {},
-        'train.metrics',
+        known={},  # no short names, only import paths
+        field='train.metrics',
         needs='a Metric, or a function (*, options) that returns one',
         is_valid=_is_metric_or_function,
-        call=_as_function,
+        call=_taker_of_options,
     )
-    make_metric = _as_function(metric_or_function)
+    if isinstance(metric_or_function, Metric):
+        return metric_or_function
+
+    def make_metric() -> Any:
+        return metric_or_function(**options)
+
     # Code from outside the package may raise anything, which becomes a ConfigError.
-    metric = call_with_config_errors('train.metrics', text, lambda: make_metric(**options))
+    metric = call_with_config_errors('train.metrics', text, make_metric)
     if not isinstance(metric, Metric):
         raise ConfigError(f'train.metrics={text!r} must return a Metric, not {metric!r:.80}')
     return metric
@@ -405,12 +410,12 @@ def _imported_metric(text: str) -> Metric:
 
 def _is_metric_or_function(target: Any) -> bool:
     """Returns whether an object is a Metric, or can be called without positional arguments."""
-    can_be_called = accepts_arguments()
-    return isinstance(target, Metric) or can_be_called(target)
+    accepts_no_arguments = accepts_arguments()
+    return isinstance(target, Metric) or accepts_no_arguments(target)
 
 
-def _as_function(metric_or_function: Any) -> Callable[..., Any]:
-    """Returns a function that returns the metric."""
+def _taker_of_options(metric_or_function: Any) -> Callable[..., Any]:
+    """Returns the function that takes the options of an entry; a Metric takes no options."""
     if isinstance(metric_or_function, Metric):
         return lambda: metric_or_function
     return metric_or_function

@@ -86,16 +86,16 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     log_likelihoods = []
     for iteration in range(iterations + 1):
         t_X = t_K[pair_X]
-        sum_t_J = np.bincount(cells.position_X, t_X)  # sum_i t(f_j | e_i)
+        sum_t_J = np.bincount(cells.position_X, weights=t_X)  # sum_i t(f_j | e_i)
         log_probability_J = np.log(sum_t_J / cells.num_choices_J)
         log_likelihoods.append(float(np.mean(log_probability_J)))
         if iteration == iterations:
             break
         # E step: the expected number of times that f was drawn from e.
         posterior_X = t_X / sum_t_J[cells.position_X]
-        expected_count_K = np.bincount(pair_X, posterior_X)
+        expected_count_K = np.bincount(pair_X, weights=posterior_X)
         # M step: normalize over the target words of each of the E source words.
-        total_count_E = np.bincount(source_K, expected_count_K)
+        total_count_E = np.bincount(source_K, weights=expected_count_K)
         t_K = expected_count_K / total_count_E[source_K]
 
     likeliest: dict[str, str] = {}

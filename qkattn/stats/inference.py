@@ -167,7 +167,7 @@ def paired_test(
     assert with_outliers.low is not None and without_outliers.low is not None
 
     combined_fields: dict[str, Any] = {'low': min(with_outliers.low, without_outliers.low)}
-    for name in _LARGER:
+    for name in _LARGER:  # such as 'high' and 'p'
         combined_fields[name] = max(getattr(with_outliers, name), getattr(without_outliers, name))
     have_same_sign = with_outliers.mean * without_outliers.mean > 0
     if not have_same_sign:
@@ -399,13 +399,16 @@ def to_find(
         def suffices(num_pairs: int) -> bool:
             return detectable_with(num_pairs, document_factor) <= distance
 
+        # `suffices` is false below some number of pairs and true from there on.
         return bisect.bisect_left(range(_NEVER), True, lo=MIN_PAIRS, key=suffices)
 
     num_pairs = fewest_pairs(document_factor=1.0)
     if num_pairs < _NEVER:
         return num_pairs, 1.0
 
-    # Let the documents take half of the allowed variance, and the seeds the other half.
+    # The |difference| that is detectable with infinitely many seeds and the present documents.
     detectable = error_evaluation * detectable_difference(1.0, _MANY, alpha)
+    # With f times the documents, its square becomes detectable^2 / f. Let this be distance^2 / 2,
+    # which leaves half of the allowed variance for the seeds.
     document_factor = max(1.0, 2 * (detectable / distance) ** 2)
     return fewest_pairs(document_factor), document_factor

@@ -283,9 +283,9 @@ class _Targets(NamedTuple):
 
             # Store this neighbour for the targets that have fewer than K neighbours so far.
             targets = np.flatnonzero(is_visible_M & (num_found_M < order))
-            k = num_found_M[targets]
-            offsets_KM[k, targets] = offset
-            tokens_KM[k, targets] = token_M[targets]
+            free_rows = num_found_M[targets]  # the first free row in each target's column
+            offsets_KM[free_rows, targets] = offset
+            tokens_KM[free_rows, targets] = token_M[targets]
             num_found_M[targets] += 1
             if np.all(num_found_M == order):
                 break

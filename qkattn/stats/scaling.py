@@ -144,6 +144,7 @@ def fit(
     jacobian_VP = np.column_stack([np.ones_like(x_V), x_V**-a, -B * x_V**-a * np.log(x_V)])
     df_of_residuals = len(sizes_V) - 3
     residuals = (residual_norm**2 / df_of_residuals, df_of_residuals)
+    # Both are pairs (variance, degrees of freedom).
     variance, df = max(residuals, seeds, key=_interval_width)
     covariance_PP = variance * np.linalg.inv(jacobian_VP.T @ jacobian_VP)
     half_width_P = t_quantile(df) * np.sqrt(np.diag(covariance_PP))

@@ -214,14 +214,18 @@ def _possible_curves(x_V: np.ndarray, losses_VS: np.ndarray) -> _Curves | None:
 def _variance_of_slopes(x_V: np.ndarray, losses_VS: np.ndarray) -> float:
     """Returns the variance between seeds of the slope of the loss; 0 for one seed.
 
-    The slopes are scaled so that independent losses and their slopes have the same variance.
+    With u_v = x_v - mean(x), the slope of seed s is
+
+        slope_s = sum_v u_v loss_vs / sqrt(sum_v u_v^2).
+
+    The root scales slopes so that they have the same variance as independent losses.
     """
     num_seeds = losses_VS.shape[1]
     if num_seeds == 1:
         return 0.0
-    centred_V = x_V - x_V.mean()
-    slopes_S = centred_V @ losses_VS / (centred_V @ centred_V) ** 0.5
-    return float(np.var(slopes_S, ddof=1))
+    u_V = x_V - x_V.mean()
+    slope_S = u_V @ losses_VS / (u_V @ u_V) ** 0.5
+    return float(np.var(slope_S, ddof=1))
 
 
 def _finer_range(
@@ -275,6 +279,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     finished = tuple(_finite(losses[value][seed] for seed in seeds) for value in values)
     means = tuple(_mean_or_inf(finished_losses, len(seeds)) for finished_losses in finished)
     best = means.index(min(means))
+    # Indices of values, like `best`, or None.
     below, above = _nearest_worse(finished, means, best)
 
     in_reach = _range_to_fit(best, below, above, num_values=len(values))

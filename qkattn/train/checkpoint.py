@@ -95,6 +95,7 @@ class Checkpoints:
         self.stall_seconds = 0.0
         self._read_only = read_only
         self._config_hash = config_hash
+        # With read_only, orbax warns of every other option that would write.
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.LatestN(keep),
             todelete_subdir=None if read_only else TRASH,
@@ -155,7 +156,9 @@ class Checkpoints:
         """
         with self._count_stall_seconds():
             self._manager.wait_until_finished()
-            if self._directory_stat is not None:
+            writes_to_disk = self._directory_stat is not None
+            if writes_to_disk:
+                # Orbax moves replaced checkpoints to this directory.
                 _remove_all(join_without_links(self.directory, TRASH), '*')
 
     def restore(self, target: dict) -> tuple[dict, dict[str, Any]] | None:
@@ -193,13 +196,14 @@ class Checkpoints:
                 self.stall_seconds = record.get('checkpoint_seconds', 0.0)
                 num_undamaged += 1
                 yield state, record
-            elif self._read_only and not (self.directory / str(step)).exists():
-                pass  # the run is still training and has replaced this checkpoint
-            else:
+                continue
+            # A run that is still training may have replaced this checkpoint meanwhile.
+            is_replaced = self._read_only and not (self.directory / str(step)).exists()
+            if not is_replaced:
                 num_damaged += 1
                 _log_damage(step, damage)
 
-        # Damaged checkpoints that were renamed are not in `steps`.
+        # Damaged checkpoints that were renamed, such as 8.damaged, are not in `steps`.
         is_any_renamed = self._call_in_process_0(lambda: any(self.directory.glob(f'*{SET_ASIDE}')))
         if num_undamaged == 0 and (num_damaged > 0 or is_any_renamed):
             raise CheckpointError(
@@ -222,7 +226,7 @@ class Checkpoints:
             with read_errors(path):
                 record = parse_json(read_whole(path))
             check(record, {'format': int, 'version': str})
-            remove_checksum(record)
+            remove_checksum(record)  # raises ValueError if it does not match the record
             if record['format'] <= FORMAT:  # a later format may lack these fields
                 check(record, {'data': dict, 'train_seconds': float})
         except (OSError, ValueError) as error:
@@ -337,7 +341,7 @@ class Checkpoints:
             # Orbax has moved checkpoint 8, for example, to trash/8. If step 8 is saved again, orbax
             # can delete it only if trash/8 is gone.
             _remove_all(join_without_links(self.directory, TRASH), '*')
-            _remove_all(self.directory, f'*{SET_ASIDE}')
+            _remove_all(self.directory, f'*{SET_ASIDE}')  # such as 8.damaged
 
         self._call_in_process_0(remove_leftovers)
 
@@ -359,6 +363,7 @@ class Checkpoints:
         for path in self.directory.glob('[0-9]*'):
             if not path.name.isdecimal():
                 continue  # such as 8.damaged
+            # In a bucket, orbax writes the object COMMITTED last.
             is_incomplete = buckets.is_url(path) and not (path / COMMITTED).exists()
             if is_incomplete:
                 if not self._read_only:
@@ -413,6 +418,7 @@ class Checkpoints:
                 yield
             except Exception:
                 if self._directory_stat is not None:
+                    # Raises DiskError if another directory has taken the place of this one.
                     require_same(self.directory, self._directory_stat)
                 raise
             finally:
@@ -424,7 +430,7 @@ def recorded_tokenizers(run: Path, data: DataConfig) -> list[str]:
 
     Returns [] for other tokenizers, and if no checkpoint can be read.
     """
-    # A tokenizer.json can be opened in two ways. The name tells which way.
+    # A tokenizer.json can be opened with either of two separators. The name tells which.
     if not data.tokenizer.endswith('.json'):
         return []
     for checkpoint in sorted((run / 'checkpoints').glob('*')):
@@ -500,7 +506,7 @@ def checksum(array: jax.Array) -> jax.Array:
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    num_bits = 8 * min(array.dtype.itemsize, 4)
+    num_bits = 8 * min(array.dtype.itemsize, 4)  # an element of 8 bytes is split into two
     bits = array.view(f'uint{num_bits}').astype(jnp.uint32)
     # The row-major position of each element: [[0, 1, 2], [3, 4, 5]] for shape [2, 3].
     position = jnp.zeros(bits.shape, jnp.uint32)

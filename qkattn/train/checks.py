@@ -20,7 +20,7 @@ def check_parts(config: Config) -> None:
     check_optimizer(config.optimizer, config.train.num_steps)
     check_sinks(config.train.sinks)
     check_metrics(config)
-    entries(config)
+    entries(config)  # parses data.evaluate, and raises for an invalid entry
 
 
 def check_data_if_here(

@@ -368,12 +368,14 @@ def check_log(path: str | Path) -> None:
 
 def append_to_log(run: Description, path: str | Path) -> None:
     """Appends a description as a row to a CSV file; writes LOG_COLUMNS first if it is empty."""
+    # Axes of size 1 are left out, unless all are.
     split_axes = {axis: size for axis, size in run.mesh.items() if size > 1}
     if not split_axes:
         split_axes = {'data': 1}
-    axes = _axes_text(split_axes)
+    axes = _axes_text(split_axes)  # such as 'data=2 fsdp=4'
     state_gb = (run.memory['parameters'] + run.memory['optimizer state']) / GB
     memory_gb = sum(run.memory.values()) / GB
+    # In the order of LOG_COLUMNS: run, compiler, devices, tokens, state_gb, memory_gb, model_tflop.
     fields = [
         f'{run.name} {axes} {run.trials} x {run.parameters}',
         f'"{run.compiler}"',
@@ -384,7 +386,8 @@ def append_to_log(run: Description, path: str | Path) -> None:
         f'{run.flops / 1e12:.6g}',
     ]
     with open(path, 'a') as file:
-        if file.tell() == 0:
+        is_empty = file.tell() == 0
+        if is_empty:
             file.write(f'{LOG_COLUMNS}\n')
         file.write(f'{",".join(fields)}\n')
 

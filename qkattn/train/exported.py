@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 def save(
     directory: str | os.PathLike, model: ModelConfig, params: dict, *, origin: dict[str, Any]
 ) -> Path:
-    """Writes an export to `directory` and returns its absolute path.
+    """Writes a model's parameters and settings to `directory`; returns its absolute path.
 
     Args:
-        directory: Created if it does not exist.
+        directory: A directory without an export; created if it does not exist.
         model: The settings of the model.
         params: The parameters of the model, a nested dict.
         origin: Where the parameters came from, as JSON.
@@ -57,12 +57,12 @@ def save(
     if (path / PARAMETERS).exists() or (path / ABOUT).exists():
         raise ConfigError(f'{path} already holds parameters; give another directory')
     path.mkdir(parents=True, exist_ok=True)
-    param_by_name = {
-        name: np.ascontiguousarray(leaf)
-        for name, leaf in traverse_util.flatten_dict(params, sep='.').items()
-    }
-    with replacing(path / PARAMETERS) as part:
-        safetensors.numpy.save_file(param_by_name, part)
+    # Names are paths, such as 'blocks.attention.score.w_q_DNH'.
+    leaf_by_name = traverse_util.flatten_dict(params, sep='.')
+    param_by_name = {name: np.ascontiguousarray(leaf) for name, leaf in leaf_by_name.items()}
+    # The temporary file becomes the file of parameters once it is complete.
+    with replacing(path / PARAMETERS) as temporary_file:
+        safetensors.numpy.save_file(param_by_name, temporary_file)
     about = {
         'model': to_json(model),
         'origin': origin,
@@ -101,7 +101,7 @@ def load(
         model = from_json(ModelConfig, about['model'], 'model.')
         params = _read_parameters(path / PARAMETERS, about)
     else:
-        config, _, trials = load_stack(path)
+        config, _, trials = load_stack(path)  # the arrays of X trials
         if not trials['alive'][0]:
             log.warning('the first trial of %s diverged', path)
         model = config.model
@@ -165,6 +165,7 @@ def check(model: ModelConfig, params: dict, where: str) -> None:
 
     `where` says where `params` are from, for the message.
     """
+    # Names are paths, such as 'blocks.mlp.w_in_DF'.
     expected = traverse_util.flatten_dict(abstract_params(model), sep='.')
     actual = traverse_util.flatten_dict(params, sep='.')
     for name in sorted(expected.keys() | actual.keys()):
@@ -227,8 +228,8 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
             f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
         )
 
-    def mean(*leaves: Any) -> Any:
-        return sum(leaves) / average
+    def mean(*arrays: Any) -> Any:
+        return sum(arrays) / average
 
     newest_trials = states[0]['trials']
     params_of_states = [state['trials']['params'] for state in states]
@@ -242,6 +243,7 @@ def _newest_states(path: Path, config: Config, count: int) -> list[dict]:
     Returns fewer states if there are fewer checkpoints.
     """
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    # Only the shapes of the state are computed, so any seeds will do.
     seeds_X = jnp.zeros(len(config.trials.trials()), jnp.uint32)
     shapes = jax.eval_shape(lambda: init_stack(config, seeds_X))
     target = jax.tree.map(

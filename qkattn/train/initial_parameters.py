@@ -71,4 +71,6 @@ class InitialParameters:
 def _is_suspicious(change: str) -> bool:
     """Whether a difference between two models, such as 'window: 3 -> null', may be a mistake."""
     field = change.partition(':')[0]
-    return 'null' not in change or field in _WITHOUT_SHAPE
+    is_optional = 'null' in change
+    # Other optional settings change shapes of parameters, which are checked.
+    return not is_optional or field in _WITHOUT_SHAPE

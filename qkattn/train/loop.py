@@ -92,6 +92,7 @@ def train(
         return Progress(label, config.train.num_steps, tokens_per_step=tokens, study=study)
 
     with contextlib.ExitStack() as exits:
+        # Outside of process 0, the methods of `progress`, `directory` and `sinks` do nothing.
         progress = exits.enter_context(make_in_process_0(make_progress))
         rows, corpora = _open_rows(config, path, progress)
         initial = InitialParameters(config)
@@ -318,7 +319,7 @@ class Run:
         else:
             state, record = restored
             self._require_same_data(record['data'])
-            self.read_files = record.get('given', {})
+            self.read_files = record.get('given', {})  # the sha256 of each input file
 
         self.stack = Stack(self.config, compiled, self.rows, state, self.corpora)
         self.step = self.stack.step
@@ -382,6 +383,7 @@ class Run:
             contextlib.closing(self.stack.batches()) as batches,
             Trace(self.trace_path) as trace,
         ):
+            # On the devices; the clock counts the time of waiting for them.
             placed_batches = self.clock.inputs(map(self.stack.place, batches))
             self.stop.defer_exit()  # from here on, a signal only sets a flag
             if not is_evaluated and not self._validate():
@@ -390,11 +392,12 @@ class Run:
             self.progress.begin()
             while self.step < self.config.train.num_steps:
                 boundary = self._train_to_boundary(placed_batches, trace)
+                is_evaluated = True  # unless an evaluation is due
                 stopping = boundary.stop
-                is_evaluated = not boundary.evaluate
-                if boundary.evaluate and not stopping:
-                    is_evaluated = self._validate()
-                    stopping = not is_evaluated  # a signal ended the evaluation early
+                if boundary.evaluate:
+                    # `_validate` returns False if a signal ends the evaluation early.
+                    is_evaluated = not stopping and self._validate()
+                    stopping = not is_evaluated
                 if boundary.save or stopping:
                     self._save(is_evaluated)
                 if stopping:
@@ -466,7 +469,7 @@ class Run:
         """
         lap = self.clock.lap(step)
         speeds = {'tokens_per_second': lap.steps_per_second * tokens_per_step(self.config)}
-        devices = self.stack.program.mesh.devices
+        devices = self.stack.program.mesh.devices  # an array with the axes of the mesh
         peak_flops_per_device = peak_flops(devices.flat[0].device_kind)
         if peak_flops_per_device is not None:
             flops_per_second = lap.steps_per_second * flops_per_step(self.config)
@@ -509,7 +512,7 @@ class Run:
         record = {
             'metrics': flushed,  # the line count and checksum of metrics.jsonl
             'data': identity_with(self.rows, self.corpora),
-            **self.clock.seconds,
+            **self.clock.seconds,  # such as 'train_seconds'
             # None for trials that have not diverged.
             'diverged_at': [self.diverged_at.get(trial) for trial in range(num_trials)],
             'evaluated': is_evaluated,
@@ -520,24 +523,25 @@ class Run:
             self.checkpoints.save(self.step, self.stack.state, record)
 
     def _measure(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Evaluates the trained models on all splits.
+        """Evaluates the trained models on all splits, and adds times and provenance.
 
         Returns:
             One result per trial, and the losses of all trials on each document.
         """
-        # A signal may end the process once the last checkpoint is complete.
+        # Once the last checkpoint is complete, a signal may end the process at once.
         self.checkpoints.wait()
         self.stop.allow_exit()
 
         evaluations, on_corpora = self._final_evaluations()
-        self._raise_if_taken_over(self._is_taken_over(), 'after its last step')
+        is_taken_over = self._is_taken_over()
+        self._raise_if_taken_over(is_taken_over, 'after its last step')
 
-        compiled = self.stack.program
+        train_program = self.stack.program
         costs = {
-            **self.clock.seconds,
-            'compile_seconds': compiled.compile_seconds,
+            **self.clock.seconds,  # such as 'train_seconds'
+            'compile_seconds': train_program.compile_seconds,
             'tokens_per_second': self.clock.tokens_per_second,
-            'lifting': compiled.lifting,
+            'lifting': train_program.lifting,
         }
         provenance = agreement.call_in_process_0(
             lambda: results.provenance_of(self.path, self.read_files, self.code)
@@ -545,7 +549,12 @@ class Run:
 
         with self.progress.phase('measuring'):
             trial_results = results.trial_results(
-                self.stack, evaluations, costs, provenance, self.diverged_at, on_corpora
+                self.stack,
+                evaluations,
+                costs=costs,
+                provenance=provenance,
+                diverged_at=self.diverged_at,
+                corpora=on_corpora,
             )
         document_losses = results.document_results(self.stack, evaluations, trial_results)
         return trial_results, document_losses
@@ -559,20 +568,18 @@ class Run:
         # The validation after the last step; None if this start resumed after that step.
         validation = self.validation
         evaluations: dict[str, Evaluation] = {}
-        on_corpora: Mapping[str, Evaluation] | None
         with self.progress.phase('evaluating'):
             for split in self.rows.splits[1:]:  # the first split is 'train'
                 if split == 'validation' and validation is not None:
-                    evaluation: Evaluation | None = validation.on_split
-                else:
-                    evaluation = self.stack.evaluate(split)
-                assert evaluation is not None
+                    evaluations[split] = validation.on_split
+                    continue
+                evaluation = self.stack.evaluate(split)
+                assert evaluation is not None  # only a request to stop gives None
                 evaluations[split] = evaluation
 
             if validation is not None:
-                on_corpora = validation.on_corpora
-            else:
-                on_corpora = self.stack.evaluate_corpora()
+                return evaluations, validation.on_corpora
+            on_corpora = self.stack.evaluate_corpora()
             assert on_corpora is not None
         return evaluations, on_corpora
 
@@ -612,7 +619,7 @@ class Run:
 
         All processes get the same answer, so they stop at the same step.
         """
-        check_number = next(self.stop_check_numbers)
+        check_number = next(self.stop_check_numbers)  # equal in all processes
         return self.stop.should_stop(check_number, has_other_reason=has_other_reason)
 
     def _stopped(self) -> Stopped:

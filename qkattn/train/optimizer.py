@@ -43,14 +43,18 @@ def optimizer(
         return optax.chain(clip, make(config, rate, weight_decay))
     # Negative, because updates are added to p.
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decay_mask)
-    return optax.chain(clip, make(config, rate, 0.0), decay)
+    without_decay = make(config, rate, 0.0)
+    return optax.chain(clip, without_decay, decay)
 
 
 def decay_mask(params: dict) -> dict:
     """Returns True for parameters that decay: matrices and embeddings (w_...), unless frozen."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key.startswith('w_') and not _is_frozen(path), params
-    )
+
+    def decays(path: tuple, _: jax.Array) -> bool:
+        name = path[-1].key  # such as 'w_q_DNH'
+        return name.startswith('w_') and not _is_frozen(path)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def _is_frozen(path: tuple) -> bool:
@@ -122,17 +126,16 @@ def _axes_of_parameter(path: tuple, leaf: jax.Array) -> optax.contrib.MuonDimens
     if not is_in_block or not is_matrix or _is_frozen(path):
         return None
 
-    num_leading = leaf.ndim - len(letters)  # the axis L
-    axes_of_layer = range(num_leading, leaf.ndim)
-    axes_within_head = []
-    for axis, letter in zip(axes_of_layer, letters, strict=True):
-        if letter not in ('N', 'K'):
-            axes_within_head.append(axis)
-
-    has_matrix_per_head = len(axes_within_head) == 2
-    # Otherwise all axes of a layer form one matrix.
-    axes_of_matrix = axes_within_head if has_matrix_per_head else axes_of_layer
-    *row_axes, column_axis = axes_of_matrix
+    first_axis = leaf.ndim - len(letters)  # the axis of the first letter, after L
+    axes = []
+    for axis, letter in enumerate(letters, start=first_axis):
+        is_axis_of_heads = letter in ('N', 'K')
+        if not is_axis_of_heads:
+            axes.append(axis)
+    if len(axes) != 2:
+        # A head has no matrix of its own, so all axes of a layer form one, as in w_talk_NN.
+        axes = list(range(first_axis, leaf.ndim))
+    *row_axes, column_axis = axes
     return optax.contrib.MuonDimensionNumbers(
         reduction_axis=tuple(row_axes), output_axis=(column_axis,)
     )
@@ -144,12 +147,16 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {'adamw': adamw, 'muon': muon, 'sgd'
 
 def linear(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     """From 1 to final_fraction on a line."""
-    return optax.linear_schedule(1.0, config.final_fraction, decay_steps)
+    return optax.linear_schedule(
+        init_value=1.0, end_value=config.final_fraction, transition_steps=decay_steps
+    )
 
 
 def cosine(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     """From 1 to final_fraction on half a period of a cosine."""
-    return optax.cosine_decay_schedule(1.0, decay_steps, config.final_fraction)
+    return optax.cosine_decay_schedule(
+        init_value=1.0, decay_steps=decay_steps, alpha=config.final_fraction
+    )
 
 
 def wsd(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
@@ -162,7 +169,10 @@ def wsd(config: OptimizerConfig, decay_steps: int) -> optax.Schedule:
     line_steps = config.wsd_decay_steps(num_steps)
     stable_steps = decay_steps - line_steps
     return optax.linear_schedule(
-        1.0, config.final_fraction, transition_steps=line_steps, transition_begin=stable_steps
+        init_value=1.0,
+        end_value=config.final_fraction,
+        transition_steps=line_steps,
+        transition_begin=stable_steps,
     )
 
 
@@ -203,7 +213,7 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     decay = make_decay(config, num_steps - W)
     if W == 0:
         return decay
-    warmup = optax.linear_schedule(1 / (W + 1), 1.0, transition_steps=W)
+    warmup = optax.linear_schedule(init_value=1 / (W + 1), end_value=1.0, transition_steps=W)
     # `decay` counts its steps from the end of the warm-up.
     return optax.join_schedules([warmup, decay], boundaries=[W])
 
@@ -247,22 +257,30 @@ def _function_named(
 def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     """Raises ConfigError if the optimizer or the schedule is unknown or invalid.
 
-    Calls a function that is named by an import path. An optimizer must return a
+    Calls a function that is named by an import path, module:name. An optimizer must return a
     GradientTransformation. A schedule must end at final_fraction after `num_steps`.
     """
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
-    if ':' in config.name:  # an import path, module:name
-        transform = call_with_config_errors(
-            'optimizer.name', config.name, lambda: make_optimizer(config, 1e-3, 0.0)
-        )
+
+    is_imported_optimizer = ':' in config.name
+    if is_imported_optimizer:
+
+        def make_example() -> Any:
+            learning_rate = 1e-3
+            weight_decay = 0.0
+            return make_optimizer(config, learning_rate, weight_decay)
+
+        transform = call_with_config_errors('optimizer.name', config.name, make_example)
         if not isinstance(transform, Transformation):
             raise ConfigError(
                 f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
                 f'not {transform!r}'
             )
+
+    is_imported_schedule = ':' in config.schedule
     decay_steps = num_steps - config.warmup_steps
-    if ':' in config.schedule and decay_steps > 0:
+    if is_imported_schedule and decay_steps > 0:
 
         def fraction_at_end() -> float:
             decay = make_decay(config, decay_steps)

@@ -235,7 +235,7 @@ def lower(
     replicated = NamedSharding(mesh, P())
     steps = jax.jit(
         train_steps(config, lifting, mesh),
-        donate_argnums=0,
+        donate_argnums=0,  # the state, which the next state replaces in memory
         out_shardings=(state_shardings, replicated),
     )
     return steps.lower(state, hyper, batch)
@@ -276,7 +276,7 @@ def build(config: Config, lifting: str | None = None) -> Program:
     if len(candidates) > 1:
         batch = constant_batch(config, mesh)
         for candidate, steps in steps_by_lifting.items():
-            seconds = seconds_per_dispatch(steps, lambda: (init(None), hyper, batch))
+            seconds = seconds_per_dispatch(steps, init(None), hyper, batch)
             seconds_per_step[candidate] = seconds / config.train.steps_per_dispatch
         fastest, seconds_per_step = _fastest(seconds_per_step)
     take_steps = steps_by_lifting[fastest]
@@ -313,20 +313,22 @@ def _initializer(
     config: Config, mesh: Mesh, abstract_state: dict, seed_X: jax.Array
 ) -> Callable[[dict | None], dict]:
     """Returns a function that makes the state of all trials before step 0, as `Program.init`."""
-    compile_to_state = functools.partial(
+    # Both functions below return the state with the shardings of `abstract_state`.
+    jit_to_state = functools.partial(
         jax.jit,
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract_state),
         compiler_options=_quick_to_compile(mesh),
     )
-    draw_initial_state = compile_to_state(functools.partial(init_stack, config))
+    draw_initial_state = jit_to_state(functools.partial(init_stack, config))
     # An optimizer may keep the parameters that it starts from, so it must see the given ones.
-    start_from = compile_to_state(functools.partial(stack_before_step_0, config), donate_argnums=0)
+    start_from = jit_to_state(functools.partial(stack_before_step_0, config), donate_argnums=0)
 
     def init(params: dict | None) -> dict:
         if params is None:
             return draw_initial_state(seed_X)
-        abstract_params = abstract_state['trials']['params']
-        return start_from(jax.tree.map(_broadcast_like, params, abstract_params))
+        # Give every trial a copy: parameters [...] become [X, ...].
+        params_X = jax.tree.map(_broadcast_like, params, abstract_state['trials']['params'])
+        return start_from(params_X)
 
     return init
 
@@ -374,14 +376,15 @@ def constant_batch(config: Config, mesh: Mesh) -> dict[str, jax.Array]:
     return sharding.place_batch(config, mesh, local_batch)
 
 
-def seconds_per_dispatch(steps: Callable, inputs: Callable[[], tuple]) -> float:
+def seconds_per_dispatch(steps: Callable, state: dict, *arguments: dict) -> float:
     """Calls a train program twice and returns the seconds of the faster call.
 
     Args:
-        steps: Maps (state, *arguments) to (next state, metrics), and donates the state.
-        inputs: Makes (state, *arguments).
+        steps: Maps (state, *arguments) to (next state, metrics).
+        state: The state before the first call, which frees its memory.
+        *arguments: The arguments of both calls.
     """
-    state, *arguments = jax.block_until_ready(inputs())
+    jax.block_until_ready((state, arguments))
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -397,13 +400,13 @@ def warm_up(config: Config) -> tuple[float, float]:
         (seconds of a step of all trials, seconds of the compilation), as measured by process 0.
     """
     sharding.require_memory(config)
-    with without_cache():
+    with without_cache():  # a program from the cache would have no compilation to time
         program = build(config)
-    # `build` may have timed the program to choose the lifting.
+    # `build` has timed the program already if it had to choose between two liftings.
     seconds_per_step = program.measured.get(program.lifting)
     if seconds_per_step is None:
         batch = constant_batch(config, program.mesh)
-        seconds = seconds_per_dispatch(program.train, lambda: (program.init(None), batch))
+        seconds = seconds_per_dispatch(program.train, program.init(None), batch)
         seconds_per_step = seconds / config.train.steps_per_dispatch
     return agreement.call_in_process_0(lambda: (seconds_per_step, program.compile_seconds))
 

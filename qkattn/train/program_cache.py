@@ -83,7 +83,8 @@ def keep_programs() -> None:
         path = directory()
         if isinstance(path, Path):  # JAX writes to a bucket itself
             _make_private(path)
-            if _named_parent() is None:
+            is_default = _named_parent() is None
+            if is_default:  # a directory that the user names may grow without limit
                 # Another process may delete the same files at the same time.
                 with contextlib.suppress(FileNotFoundError):
                     _delete_oldest(path.parent)

@@ -54,6 +54,7 @@ def trial_results(
         corpora: The last evaluation of each corpus of data.evaluate.
     """
     validation = evaluations['validation']
+    # The others, such as BLEU, are measured by `_end_metrics`.
     evaluated = {
         name: metric for name, metric in validation.metrics.items() if metric.value is not None
     }
@@ -63,7 +64,7 @@ def trial_results(
     shared_fields |= describe_outside_metrics({**evaluated, **task_metrics})
 
     alive_X = stack.alive_X
-    # The update of the last step may have made the loss infinite.
+    # The update of the last step may have made the loss infinite in a trial that is alive.
     finished_X = alive_X & np.isfinite(validation.values['loss'])
     end_metrics = _end_metrics(stack, finished_X)
 
@@ -110,7 +111,7 @@ def _metrics_of_trial(
         return None if value_X is None else float(value_X[x])
 
     fields: dict[str, float | None] = {}
-    for split, prefix in PREFIXES.items():
+    for split, prefix in PREFIXES.items():  # such as 'validation', 'val'
         for name, metric in evaluated.items():
             if prefix in metric.prefixes:
                 fields[metric.field(prefix)] = value_of(evaluations.get(split), name)
@@ -168,7 +169,8 @@ def _shared_fields(
         'unigram_bits_per_byte': unigram_bits_per_byte,
     }
     for corpus, evaluation in corpora.items():
-        data[CORPORA][corpus]['eval_tokens'] = evaluation.num_targets
+        corpus_data = data[CORPORA][corpus]  # from `identity_with`
+        corpus_data['eval_tokens'] = evaluation.num_targets
 
     test_tokens = evaluations['test'].num_targets if 'test' in evaluations else None
 
@@ -207,7 +209,7 @@ def document_results(
     """
     losses_by_split = {}
     for split, evaluation in evaluations.items():
-        # C documents, and for each of R evaluated rows the index of its document.
+        # The names of C documents, and for each of R evaluated rows the index of its document.
         max_rows = stack.config.data.eval_sequences
         names, document_R = pipeline.clusters(stack.rows, split, max_rows)
         num_targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
@@ -275,7 +277,7 @@ def final_record(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         'eval_tokens': first['eval_tokens'],
         'test_tokens': first['test_tokens'],
     }
-    for field in metric_fields(first):
+    for field in metric_fields(first):  # such as 'val_loss'
         if any(field in result for result in results):
             record[field] = [result.get(field) for result in results]
     return record
@@ -286,7 +288,8 @@ def with_code_of_this_start(directory: Path, before: list[dict[str, Any]]) -> li
 
     A version holds the git commit and the modules from outside the package.
     """
-    this_start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
+    recorded = read_json(directory / 'provenance.json', PROVENANCE)
+    this_start = recorded['starts'][-1]
     code = {name: this_start[name] for name in ('git', 'imported')}
     other_versions = [version for version in before if version != code]
     return [*other_versions, code]
@@ -305,8 +308,9 @@ def provenance_of(
         read_files: The sha256 of each file that the run has read, by setting.
         code: The code versions of all starts, as `with_code_of_this_start` returns them.
     """
-    last_start = read_json(directory / 'provenance.json', PROVENANCE)['starts'][-1]
-    provenance = {name: last_start[name] for name in START}
+    recorded = read_json(directory / 'provenance.json', PROVENANCE)
+    last_start = recorded['starts'][-1]
+    provenance = {name: last_start[name] for name in START}  # such as 'git' and 'devices'
     imported = {**last_start['imported'], **read_files}
     earlier_versions = list(code[:-1])  # the last version is the current one
     if imported:

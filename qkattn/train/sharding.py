@@ -43,7 +43,7 @@ def require_devices(config: MeshConfig) -> None:
 
     The mesh must use all devices of a job of several processes.
     """
-    num_needed = math.prod(dataclasses.astuple(config))
+    num_needed = math.prod(dataclasses.astuple(config))  # the product of all axes
     num_devices = len(jax.devices())
     num_processes = jax.process_count()
     mesh = f'mesh {dataclasses.asdict(config)}'
@@ -81,6 +81,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     size = math.prod(shape)
     if size < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
+
     # `jax.make_mesh` would refuse several TPU slices, and a mesh of 32 x 8 on 16 x 16 chips.
     devices = sorted(devices[:size], key=_slice_index)
     num_slices = len({_slice_index(device) for device in devices})
@@ -137,7 +138,7 @@ def _mesh_axes_by_letter(
     is split over fsdp. H is split over tensor, because N does not divide evenly.
     """
     mesh_axes_by_letter: dict[str, tuple[str, ...]] = {'X': ('trial',)}
-    for mesh_axis, candidates in CANDIDATES.items():
+    for mesh_axis, candidates in CANDIDATES.items():  # such as 'tensor', 'NKFHV'
         if mesh.shape[mesh_axis] == 1:
             continue
         # The mesh axes that each letter would be split over.
@@ -147,7 +148,7 @@ def _mesh_axes_by_letter(
                 continue
             if letter not in mesh_axes_by_letter:
                 options[letter] = (mesh_axis,)
-            elif letter == JOINT:
+            elif letter == JOINT:  # V
                 # With tensor before fsdp, gathering V over fsdp gives a device the V of its logits.
                 options[letter] = (mesh_axis, *mesh_axes_by_letter[letter])
         letter_to_split = _first_that_divides(path, letters, shape, options, mesh)
@@ -307,7 +308,7 @@ def local_share(config: Config, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
 
     Both are ascending indices. Row b of microbatch a is row b * A + a of the batch.
     """
-    shape = leading_shape(config)
+    shape = leading_shape(config)  # (C, X, A, B): steps, trials, microbatches, rows
     _, _, A, _ = shape
     local_trials_X = _local_indices(batch_sharding(mesh), shape, axis=1)
     rows_of_microbatch_B = _local_indices(batch_sharding(mesh), shape, axis=3)
@@ -400,20 +401,23 @@ def least_memory(config: Config) -> int:
 
 
 def require_memory(config: Config) -> None:
-    """Raises ConfigError if the devices of the mesh have less than `least_memory` in total."""
-    needed = least_memory(config)
+    """Raises ConfigError if a run needs more memory than the devices of its mesh have."""
+    needed = least_memory(config)  # only parameters, gradients and a batch, in bytes
     available = _memory_of_mesh(config.mesh)
     if needed <= available:
         return
+
     model = config.model
-    num_trials = len(config.trials.trials())
-    trials = '1 trial' if num_trials == 1 else f'{num_trials} trials'
     num_parameters = cost.measured(model, 'total')
+    num_trials = len(config.trials.trials())
+    trials_text = '1 trial' if num_trials == 1 else f'{num_trials} trials'
+    needed_gib = needed / 2**30
+    available_gib = available / 2**30
     raise ConfigError(
-        f'{trials} of {num_parameters:,} parameters (model.vocab_size={model.vocab_size}, '
+        f'{trials_text} of {num_parameters:,} parameters (model.vocab_size={model.vocab_size}, '
         f'model.d_model={model.d_model}, model.num_layers={model.num_layers}) '
         f'and batches of train.batch_size={config.train.batch_size} need '
-        f'{needed / 2**30:,.1f} GiB, more than the {available / 2**30:,.1f} GiB of the devices; '
+        f'{needed_gib:,.1f} GiB, more than the {available_gib:,.1f} GiB of the devices; '
         'reduce these or use more devices'
     )
 

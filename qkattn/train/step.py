@@ -72,6 +72,7 @@ def measure_on_targets(
     if C is None or C >= T:
         return measure(model.logits(x_BTD), targets_BT)
 
+    # In the loop of `lax.map`, XLA cannot merge the recomputation with the forward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def measure_chunk(chunk: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
         x_BCD, targets_BC = chunk
@@ -149,7 +150,8 @@ def gradients(
     def summed_over_targets(
         microbatch: dict, microbatch_key: jax.Array | None
     ) -> tuple[jax.Array, dict]:
-        (_, loss), gradient = objective_and_gradient(params, microbatch, microbatch_key)
+        values, gradient = objective_and_gradient(params, microbatch, microbatch_key)
+        _, loss = values  # (objective, loss)
         return loss, gradient
 
     if A == 1:

@@ -73,8 +73,8 @@ class Clock:
         self.seconds['train_seconds'] = self._train_seconds()
         self._start_time = None
         self._tokens += tokens
-        seconds_of_start = self.seconds['train_seconds'] - self._earlier_train_seconds
-        self.tokens_per_second = self._tokens / seconds_of_start
+        seconds_since_resuming = self.seconds['train_seconds'] - self._earlier_train_seconds
+        self.tokens_per_second = self._tokens / seconds_since_resuming
 
     def lap(self, step: int) -> Lap:
         """Returns the speed since the last call, or since this start began.
@@ -152,13 +152,14 @@ class Trace:
         """
         if self._directory is None:
             return
-        # Wait for earlier dispatches, so that none is traced in part.
-        if self._num_dispatches == SKIPPED:
-            jax.block_until_ready(state)
+        is_first_of_trace = self._num_dispatches == SKIPPED
+        is_first_after_trace = self._num_dispatches == SKIPPED + TRACED
+        if is_first_of_trace or is_first_after_trace:
+            jax.block_until_ready(state)  # so that no dispatch is traced in part
+        if is_first_of_trace:
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True)
             self._is_tracing = True
-        if self._num_dispatches == SKIPPED + TRACED:
-            jax.block_until_ready(state)
+        if is_first_after_trace:
             self._end()
         self._num_dispatches += 1
 

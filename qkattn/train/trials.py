@@ -94,7 +94,8 @@ class Stack:
 
     def params(self, x: int) -> dict:
         """Returns the parameters of trial x, on one device of each process."""
-        return jax.tree.map(lambda a: jnp.asarray(fetch(a[x])), self.state['trials']['params'])
+        params_X = self.state['trials']['params']
+        return jax.tree.map(lambda array_X: jnp.asarray(fetch(array_X[x])), params_X)
 
     def evaluate(
         self, split: str, should_stop: Callable[[], bool] = lambda: False
@@ -137,10 +138,10 @@ class Stack:
             return None
 
         evaluated = metrics.named(self.config.train.metrics)
-        one_or_nan_X = self._one_or_nan_X()
+        one_or_nan_X = self._one_or_nan_X()  # NaN for trials that diverged
         values: dict[str, np.ndarray | None] = {}
-        unmasked_values = metrics.values(sums, rows.bytes_per_token(split), evaluated)
-        for name, value_X in unmasked_values.items():
+        values_of_all = metrics.values(sums, rows.bytes_per_token(split), evaluated)
+        for name, value_X in values_of_all.items():
             values[name] = None if value_X is None else one_or_nan_X * value_X
 
         # All trials have the same targets, so take the counts of the first trial.
