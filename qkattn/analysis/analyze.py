@@ -187,26 +187,26 @@ def drifts(reference: Transformer, other: Transformer) -> dict[Circuit, jax.Arra
     Raises:
         ConfigError: The models differ in layers, heads or d_model.
     """
-    before = circuit_matrices(reference)
-    after = circuit_matrices(other)
+    reference_matrices = circuit_matrices(reference)
+    other_matrices = circuit_matrices(other)
     needs = 'drift is between models of the same layers, heads and d_model'
-    in_one_model_only = sorted(before.keys() ^ after.keys())
+    in_one_model_only = sorted(reference_matrices.keys() ^ other_matrices.keys())
     if in_one_model_only:
         site, layer, _ = in_one_model_only[0]
         raise ConfigError(f'{site} {layer} is a layer of one model only; {needs}')
 
     drift_by_circuit = {}
-    for circuit, before_NDD in before.items():
-        after_NDD = after[circuit]
-        if before_NDD is None or after_NDD is None:
+    for circuit, reference_NDD in reference_matrices.items():
+        other_NDD = other_matrices[circuit]
+        if reference_NDD is None or other_NDD is None:
             continue
-        if before_NDD.shape != after_NDD.shape:
+        if reference_NDD.shape != other_NDD.shape:
             site, layer, matrix = circuit
             raise ConfigError(
-                f'{site} {layer}: {matrix}[n] is {[*before_NDD.shape]} in the reference and '
-                f'{[*after_NDD.shape]} in the model; {needs}'
+                f'{site} {layer}: {matrix}[n] is {[*reference_NDD.shape]} in the reference and '
+                f'{[*other_NDD.shape]} in the model; {needs}'
             )
-        drift_by_circuit[circuit] = jax.vmap(drift)(before_NDD, after_NDD)
+        drift_by_circuit[circuit] = jax.vmap(drift)(reference_NDD, other_NDD)
     return drift_by_circuit
 
 

@@ -40,7 +40,7 @@ def entropy(pattern: Pattern) -> jax.Array:
 
     The entropy is 0 if one key has all the probability, and log S for S equal keys.
     """
-    total_BNT1 = pattern.probabilities_BNTS.sum(-1, keepdims=True)
+    total_BNT1 = pattern.probabilities_BNTS.sum(-1, keepdims=True)  # 0 without a visible key
     p_BNTS = pattern.probabilities_BNTS / jnp.where(total_BNT1 > 0, total_BNT1, 1)
     entropy_BNT = entr(p_BNTS).sum(-1)
     return _mean(entropy_BNT, pattern.mask_BTS.any(-1))
@@ -137,7 +137,7 @@ def sites(model: Transformer) -> dict[str, list[Attention]]:
         for name, attribute in vars(first_block).items():
             if isinstance(attribute, Attention):
                 site = f'{prefix}{name}'
-                layers_by_site[site] = stream.layers(name)
+                layers_by_site[site] = stream.layers(name)  # this attribute of every block
     return layers_by_site
 
 
@@ -265,12 +265,13 @@ def _run_with_visits(
     """
     for layer in range(stream.config.num_layers):
         block = layer_of(stream.blocks, layer)  # a copy
-        for name, attribute in list(vars(block).items()):
+        attributes = list(vars(block).items())  # a list, because the loop sets attributes
+        for name, attribute in attributes:
             if isinstance(attribute, Attention):
                 site = f'{prefix}{name}'
                 setattr(block, name, _with_visit(attribute, site, layer, visit))
         x_BTD = block(x_BTD, mask, **shared)
-    return stream.normed(x_BTD)
+    return stream.normed(x_BTD)  # the final norm, if the model has one
 
 
 def _with_visit(

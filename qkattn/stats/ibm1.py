@@ -62,6 +62,11 @@ def words(text: str) -> list[str]:
 def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dictionary:
     """Fits t(f | e) to sentence pairs, and returns the most likely f of each source word e.
 
+    t(f | e) is the probability that the source word e is translated as the target word f. A
+    sentence has l source words and the empty word e_0, and
+
+        P(f_j) = sum_i t(f_j | e_i) / (l + 1),    i = 0 .. l.
+
     Axes of arrays:
 
         J  target words f_j of all sentences
@@ -74,7 +79,7 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
     """
     cells = _make_cells(pairs)
     if cells is None:
-        return Dictionary({}, 0, [])
+        return Dictionary(likeliest={}, num_pairs=0, log_likelihoods=[])
 
     # pair_X is the index k of each cell's word pair.
     num_target_words = len(cells.target_words)
@@ -90,7 +95,7 @@ def fit(pairs: Sequence[tuple[str, str]], iterations: int = ITERATIONS) -> Dicti
         log_probability_J = np.log(sum_t_J / cells.num_choices_J)
         log_likelihoods.append(float(np.mean(log_probability_J)))
         if iteration == iterations:
-            break
+            break  # after the last iteration, only the likelihood is computed
         # E step: the expected number of times that f was drawn from e.
         posterior_X = t_X / sum_t_J[cells.position_X]
         expected_count_K = np.bincount(pair_X, weights=posterior_X)
@@ -116,7 +121,8 @@ def _likeliest_pairs(
     # Sort by source, then by t, then by descending target; `lexsort` takes the keys in reverse.
     order_K = np.lexsort((-target_K, t_K, source_K))
     # The likeliest pair of each source word is its last one in this order.
-    is_last_K = np.diff(source_K[order_K], append=-1) != 0
+    sorted_source_K = source_K[order_K]
+    is_last_K = np.diff(sorted_source_K, append=-1) != 0
     likeliest = order_K[is_last_K]
     return list(zip(source_K[likeliest].tolist(), target_K[likeliest].tolist(), strict=True))
 

@@ -256,8 +256,9 @@ def combined(errors: Sequence[tuple[float, float | None]]) -> tuple[float, float
     """
     variance = sum(error**2 for error, _ in errors)
     if not variance:
-        # The formula for df would be 0 / 0, so add up the degrees of freedom.
-        return 0.0, sum(df or 0 for _, df in errors)
+        # The formula for df would be 0 / 0, so add up the finite degrees of freedom.
+        finite_dfs = [df for _, df in errors if df is not None]
+        return 0.0, sum(finite_dfs)
     total_error = variance**0.5
     denominator = sum(error**4 / df for error, df in errors if df)
     if not denominator:
@@ -284,8 +285,8 @@ def _is_typical(values: Sequence[float], strata: Sequence[int]) -> list[bool]:
     """Returns for each value whether it is `typical`, compared with the median of its stratum."""
     distance_N = np.abs(_subtract_centres(values, strata, centre=np.median))
     sd = _SD_PER_MAD * float(np.median(distance_N))
-    is_rounding = sd <= ROUNDING * abs(statistics.median(values))
-    if len(values) < MIN_TO_LEAVE_OUT or is_rounding:
+    agree_to_rounding = sd <= ROUNDING * abs(statistics.median(values))
+    if len(values) < MIN_TO_LEAVE_OUT or agree_to_rounding:
         return [True] * len(values)
     return (distance_N <= APART * sd).tolist()
 

@@ -332,9 +332,10 @@ class _Node(NamedTuple):
         """
         next_offset_M = targets.offsets_KM[self.depth, self.target_M]
         next_token_M = targets.tokens_KM[self.depth, self.target_M]
-        has_next_M = next_offset_M != 0
+        has_next_M = next_offset_M != 0  # 0 stands for no further neighbour
         for offset in np.unique(next_offset_M[has_next_M]):
-            # Extend the contexts of the child's targets by the token at this offset.
+            # Extend the contexts of the child's targets by the token at this offset. The code
+            # c V + w of context c with token w is replaced by the ID of the longer context.
             members = np.flatnonzero(next_offset_M == offset)
             code_M = self.context_M[members] * vocab_size + next_token_M[members]
             code_C, context_M = np.unique(code_M, return_inverse=True)

@@ -143,7 +143,8 @@ class Sweep:
         if not self.bounded:
             return None
         x_V = np.log(np.array(self.fitted) / self.best)
-        losses_VS = np.array([self.losses[self.values.index(value)] for value in self.fitted])
+        losses_of_value = dict(zip(self.values, self.losses, strict=True))
+        losses_VS = np.array([losses_of_value[value] for value in self.fitted])
         return _possible_curves(x_V, losses_VS)
 
 
@@ -306,7 +307,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
         needs_seeds=not is_clear and math.isfinite(means[best]),
         fitted=fitted_values,
         choice=choice,
-        **parabola,
+        **parabola,  # curvature, optimum, loss and bounded
     )
 
 
@@ -381,16 +382,17 @@ def _nearest_worse(
         means: The mean loss of each value; infinite if a seed diverged.
         best: The index of the value with the lowest mean.
     """
-    # The difference from the best mean above which a value is worse; 0 if a seed diverged.
+    # A value is worse if its mean exceeds the best mean by more than its critical difference. This
+    # is 0 for a single seed, and for values where a seed diverged, whose mean is infinite.
     critical = [0.0] * len(means)
     num_seeds = len(losses[best])
     finished = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if num_seeds > 1 and finished:
         best_first = sorted(finished, key=lambda index: means[index])
-        sorted_losses = [losses[index] for index in best_first]
+        losses_best_first = [losses[index] for index in best_first]
         num_comparisons = len(means) - 1
-        sorted_critical = _critical_differences(sorted_losses, num_comparisons).tolist()
-        for index, critical_difference in zip(best_first, sorted_critical, strict=True):
+        critical_best_first = _critical_differences(losses_best_first, num_comparisons).tolist()
+        for index, critical_difference in zip(best_first, critical_best_first, strict=True):
             critical[index] = critical_difference
     is_worse = [mean - means[best] > critical[index] for index, mean in enumerate(means)]
 
@@ -475,11 +477,20 @@ def _parabola(values: tuple[float, ...], losses_VS: np.ndarray, best: float) -> 
     df = V * S - num_coefficients
     if df > 0:
         residuals_N = losses_N - design_NP @ coefficients_P
-        variance = float(np.sum(residuals_N**2)) / df
-        inverse_PP = np.linalg.inv(design_NP.T @ design_NP)
-        variance_of_c = variance * inverse_PP[-1, -1]
-        standard_error_of_c = variance_of_c**0.5
         # The optimum is bounded if the 95 % interval of c is above 0.
-        half_width = t_quantile(df) * standard_error_of_c
+        half_width = t_quantile(df) * _error_of_last(design_NP, residuals_N, df)
         parabola['bounded'] = bool(c > half_width)
     return parabola
+
+
+def _error_of_last(design_NP: np.ndarray, residuals_N: np.ndarray, df: int) -> float:
+    """Returns the standard error of the last coefficient of a least-squares fit.
+
+    The covariance of all P coefficients is
+
+        sum_N residuals_N^2 / df * inverse(design^T design).
+    """
+    variance = float(np.sum(residuals_N**2)) / df
+    inverse_PP = np.linalg.inv(design_NP.T @ design_NP)
+    variance_of_last = variance * inverse_PP[-1, -1]
+    return variance_of_last**0.5

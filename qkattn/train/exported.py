@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,16 +217,7 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     if not states:
         raise ConfigError(f'{path} has no checkpoint yet')
     steps = [int(state['step']) for state in states]
-    newest_step = steps[0]
-    # Consecutive checkpoints are at most checkpoint_every steps apart.
-    distances = [newer - older for newer, older in itertools.pairwise(steps)]
-    has_gap = any(distance > config.train.checkpoint_every for distance in distances)
-    has_too_few = len(states) < average
-    if has_too_few or has_gap:
-        raise ConfigError(
-            f'average={average} needs that many in a row, but the newest sound checkpoints of '
-            f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
-        )
+    _require_in_a_row(steps, average, config, path)
 
     def mean(*arrays: Any) -> Any:
         return sum(arrays) / average
@@ -234,7 +225,27 @@ def load_stack(path: Path, average: int = 1) -> tuple[Config, int, dict]:
     newest_trials = states[0]['trials']
     params_of_states = [state['trials']['params'] for state in states]
     params = jax.tree.map(mean, *params_of_states)
-    return config, newest_step, {**newest_trials, 'params': params}
+    return config, steps[0], {**newest_trials, 'params': params}
+
+
+def _require_in_a_row(steps: Sequence[int], average: int, config: Config, path: Path) -> None:
+    """Raises ConfigError if a run lacks one of the newest `average` checkpoints.
+
+    Args:
+        steps: The steps of the checkpoints that could be read, newest first.
+        average: The number of checkpoints to average.
+        config: The settings of the run.
+        path: The run directory, for the message.
+    """
+    # Consecutive checkpoints are at most checkpoint_every steps apart.
+    distances = [newer - older for newer, older in itertools.pairwise(steps)]
+    has_gap = any(distance > config.train.checkpoint_every for distance in distances)
+    has_too_few = len(steps) < average
+    if has_too_few or has_gap:
+        raise ConfigError(
+            f'average={average} needs that many in a row, but the newest sound checkpoints of '
+            f'{path} are of steps {steps}; train.keep={config.train.keep} there sets how many stay'
+        )
 
 
 def _newest_states(path: Path, config: Config, count: int) -> list[dict]:

@@ -38,12 +38,12 @@ def optimizer(
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(jnp.float32(config.clip_norm))
     rate = learning_rate * fraction
-    make = _optimizer_function(config)
+    make_optimizer = _optimizer_function(config)
     if config.decay == 'coupled':
-        return optax.chain(clip, make(config, rate, weight_decay))
+        return optax.chain(clip, make_optimizer(config, rate, weight_decay))
     # Negative, because updates are added to p.
     decay = optax.add_decayed_weights(-fraction * weight_decay, mask=decay_mask)
-    without_decay = make(config, rate, 0.0)
+    without_decay = make_optimizer(config, rate, 0.0)
     return optax.chain(clip, without_decay, decay)
 
 
@@ -246,8 +246,8 @@ def _function_named(
     """
     function, options = resolve(
         text,
-        registry,
-        f'optimizer.{field}',
+        known=registry,
+        field=f'optimizer.{field}',
         needs=f'a function (config, {", ".join(arguments)}, *, options)',
         is_valid=accepts_arguments('config', *arguments),
     )
@@ -262,34 +262,45 @@ def check_optimizer(config: OptimizerConfig, num_steps: int) -> None:
     """
     make_optimizer = _optimizer_function(config)
     make_decay = _schedule_function(config)
-
     is_imported_optimizer = ':' in config.name
     if is_imported_optimizer:
-
-        def make_example() -> Any:
-            learning_rate = 1e-3
-            weight_decay = 0.0
-            return make_optimizer(config, learning_rate, weight_decay)
-
-        transform = call_with_config_errors('optimizer.name', config.name, make_example)
-        if not isinstance(transform, Transformation):
-            raise ConfigError(
-                f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
-                f'not {transform!r}'
-            )
+        _check_imported_optimizer(config, make_optimizer)
 
     is_imported_schedule = ':' in config.schedule
     decay_steps = num_steps - config.warmup_steps
     if is_imported_schedule and decay_steps > 0:
+        _check_imported_schedule(config, make_decay, decay_steps)
 
-        def fraction_at_end() -> float:
-            decay = make_decay(config, decay_steps)
-            return float(decay(decay_steps))
 
-        end = call_with_config_errors('optimizer.schedule', config.schedule, fraction_at_end)
-        # Reports rely on final_fraction.
-        if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
-            raise ConfigError(
-                f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
-                f'optimizer.schedule={config.schedule!r} ends'
-            )
+def _check_imported_optimizer(config: OptimizerConfig, make_optimizer: Callable[..., Any]) -> None:
+    """Raises ConfigError if `make_optimizer` fails or returns no GradientTransformation."""
+
+    def make_example() -> Any:
+        learning_rate = 1e-3
+        weight_decay = 0.0
+        return make_optimizer(config, learning_rate, weight_decay)
+
+    transform = call_with_config_errors('optimizer.name', config.name, make_example)
+    if not isinstance(transform, Transformation):
+        raise ConfigError(
+            f'optimizer.name={config.name!r} must return an optax.GradientTransformation, '
+            f'not {transform!r}'
+        )
+
+
+def _check_imported_schedule(
+    config: OptimizerConfig, make_decay: Callable[..., Any], decay_steps: int
+) -> None:
+    """Raises ConfigError if a schedule fails or does not end at final_fraction."""
+
+    def fraction_at_end() -> float:
+        decay = make_decay(config, decay_steps)
+        return float(decay(decay_steps))
+
+    end = call_with_config_errors('optimizer.schedule', config.schedule, fraction_at_end)
+    # Reports rely on final_fraction.
+    if not math.isclose(end, config.final_fraction, abs_tol=1e-3):
+        raise ConfigError(
+            f'optimizer.final_fraction={config.final_fraction} must be {end:.4g}, where '
+            f'optimizer.schedule={config.schedule!r} ends'
+        )

@@ -211,20 +211,20 @@ def document_results(
     for split, evaluation in evaluations.items():
         # The names of C documents, and for each of R evaluated rows the index of its document.
         max_rows = stack.config.data.eval_sequences
-        names, document_R = pipeline.clusters(stack.rows, split, max_rows)
-        num_targets_C = _sums_by_document(evaluation.targets_R, document_R, len(names))
+        documents, document_R = pipeline.clusters(stack.rows, split, max_rows)
+        num_targets_C = _sums_by_document(evaluation.targets_R, document_R, len(documents))
         has_targets_C = num_targets_C > 0
 
         nats_by_trial: list[list[float] | None] = []
         for nats_R, result in zip(evaluation.nats_RX.T, results, strict=True):
             if result['status'] == FINISHED:
-                nats_C = _sums_by_document(nats_R, document_R, len(names))
+                nats_C = _sums_by_document(nats_R, document_R, len(documents))
                 nats_by_trial.append(nats_C[has_targets_C].tolist())
             else:
                 nats_by_trial.append(None)
 
         losses_by_split[split] = {
-            'documents': list(itertools.compress(names, has_targets_C)),
+            'documents': list(itertools.compress(documents, has_targets_C)),
             'tokens': _whole_as_int(num_targets_C[has_targets_C]),
             'nats': nats_by_trial,
         }

@@ -86,6 +86,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = sorted(devices[:size], key=_slice_index)
     num_slices = len({_slice_index(device) for device in devices})
     if num_slices > 1:
+        # The first axes of the mesh go over the slices.
         device_array = np.array(devices).reshape(shape)
     else:
         device_array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -190,7 +191,7 @@ def _first_that_divides(
         preferred_axes = options[preferred]
         over = ' x '.join(f'{axis}={mesh.shape[axis]}' for axis in preferred_axes)
         if chosen is None:
-            # Any further axes split the leaf already.
+            # Of ('tensor', 'fsdp'), for example, fsdp splits the leaf already.
             instead = f'replicated over {preferred_axes[0]}'
         else:
             instead = f'split over {chosen}'
@@ -362,6 +363,7 @@ def fetch(array: jax.Array) -> np.ndarray:
 def _local_indices(sharding: NamedSharding, shape: tuple[int, ...], axis: int) -> np.ndarray:
     """Returns the ascending indices along `axis` of a global array that this process holds."""
     all_indices = np.arange(shape[axis])
+    # The part of each local device, such as (slice(0, 4), slice(None)): a slice for each axis.
     slices_by_device = sharding.addressable_devices_indices_map(shape)
     return np.unique([all_indices[slices[axis]] for slices in slices_by_device.values()])
 

@@ -189,14 +189,15 @@ def train_trial(
         batch: Arrays [A, B, ...] by name, of A microbatches.
     """
     step_key = None
-    if config.model.drops:
+    if config.model.drops:  # with dropout
         # `init_trial` uses the key of the seed, so dropout needs another one.
         dropout_key = jax.random.fold_in(jax.random.key(hyper['seed']), 1)
         step_key = jax.random.fold_in(dropout_key, step)
     loss, gradient = gradients(config, trial['params'], batch, step_key)
     grad_norm = optax.tree.norm(gradient)
 
-    fraction_of_peak = schedule(config.optimizer, config.train.num_steps)(step)
+    fraction_at = schedule(config.optimizer, config.train.num_steps)
+    fraction_of_peak = fraction_at(step)
     learning_rate = hyper['learning_rate']
     weight_decay = hyper['weight_decay']
     transform = optimizer(config.optimizer, learning_rate, weight_decay, fraction_of_peak)
