@@ -360,7 +360,7 @@ def _check_fields(metric: Metric) -> None:
         raise ConfigError(
             f"direction={metric.direction!r} of metric {metric.name!r} must be 'lower' or 'higher'"
         )
-    valid_prefixes = set(PREFIXES.values())
+    valid_prefixes = set(PREFIXES.values())  # 'val' and 'test'
     if not metric.prefixes or not valid_prefixes.issuperset(metric.prefixes):
         raise ConfigError(
             f'prefixes={metric.prefixes!r} of metric {metric.name!r} must be '

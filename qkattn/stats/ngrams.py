@@ -39,7 +39,8 @@ class _Counts(NamedTuple):
     def from_targets(
         cls, context_N: np.ndarray, target_N: np.ndarray, num_contexts: int, vocab_size: int
     ) -> '_Counts':
-        """Counts the distinct pairs among N context IDs with their target tokens."""
+        """Counts the P distinct pairs among N context IDs c with their target tokens w."""
+        # A pair has the code c V + w.
         code_P, count_P = np.unique(context_N * vocab_size + target_N, return_counts=True)
         context_P = code_P // vocab_size
         total_C = np.bincount(context_N, minlength=num_contexts)

@@ -19,7 +19,7 @@ convex.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -277,7 +277,7 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     """
     values = tuple(sorted(losses))
     seeds = sorted(losses[values[0]])
-    finished = tuple(_finite(losses[value][seed] for seed in seeds) for value in values)
+    finished = tuple(_finished_losses(losses[value], seeds) for value in values)
     means = tuple(_mean_or_inf(finished_losses, len(seeds)) for finished_losses in finished)
     best = means.index(min(means))
     # Indices of values, like `best`, or None.
@@ -311,8 +311,11 @@ def fit(losses: Mapping[float, Mapping[int, float | None]], choice: str = 'verte
     )
 
 
-def _finite(losses: Iterable[float | None]) -> tuple[float, ...]:
-    """Returns the losses of the seeds that finished."""
+def _finished_losses(
+    loss_by_seed: Mapping[int, float | None], seeds: list[int]
+) -> tuple[float, ...]:
+    """Returns the losses of the seeds that finished, in the order of `seeds`."""
+    losses = [loss_by_seed[seed] for seed in seeds]
     return tuple(loss for loss in losses if loss is not None and math.isfinite(loss))
 
 
@@ -427,8 +430,8 @@ def _critical_differences(losses: list[tuple[float, ...]], num_comparisons: int)
     deviation_VS = losses_VS - losses_VS.mean(axis=1, keepdims=True)
     squares_V = np.cumsum(np.sum(deviation_VS**2, axis=1))
 
-    # The part of the levels is sum_vs level_s^2 = k sum_s level_s^2. The level of a seed is its
-    # summed deviation divided by k.
+    # Of these, the levels account for sum_vs level_s^2 = k sum_s level_s^2. The level of a seed is
+    # its summed deviation divided by k.
     summed_deviation_VS = np.cumsum(deviation_VS, axis=0)
     squares_of_levels_V = np.sum(summed_deviation_VS**2, axis=1) / k_V
     squares_of_residuals_V = np.maximum(squares_V - squares_of_levels_V, 0)

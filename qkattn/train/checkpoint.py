@@ -105,7 +105,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             read_only=read_only,
         )
-        self._call_in_process_0(self._tidy)
+        self._call_in_process_0(self._tidy)  # deletes or renames what orbax cannot open
         # Set where this object writes to a disk, to notice if the directory is replaced.
         self._directory_stat: os.stat_result | None = None
         with disk_errors(directory):

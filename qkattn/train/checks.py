@@ -43,6 +43,7 @@ def check_data_if_here(
     """
     corpora = [entry.data for entry in entries(config) if entry.data is not None]
     with waiting(label, 'preparing data'):
+        # Data that are not on this machine raise NotPrepared in place of a download.
         try:
             with _preparing_local_data([config.data]):
                 rows = check(config)

@@ -296,7 +296,7 @@ class Run:
             )
             self._train(is_evaluated=record.get('evaluated', True))
             trial_results, document_losses = self._measure()
-        # Closing the checkpoints takes time that the results include.
+        # The results include the time that closing the checkpoints takes, so they come last.
         return agreement.call_in_process_0(
             lambda: self._write_results(trial_results, document_losses)
         )

@@ -99,6 +99,7 @@ def muon(config: OptimizerConfig, rate: jax.Array, weight_decay: jax.Array) -> T
             muon_weight_dimension_numbers=matrix_axes,
             consistent_rms=0.2,  # as Adam's updates (Liu et al. 2025, section 2.2)
         ),
+        # Negative, like the updates of Muon.
         optax.add_decayed_weights(-weight_decay, mask=decay_mask),
         optax.scale(rate),
     )

@@ -196,7 +196,7 @@ def abstract_inputs(config: Config, mesh: Mesh) -> tuple[dict, dict, Any]:
 
     over_trials = NamedSharding(mesh, P('trial'))
     hyper = {}
-    for name, dtype in HYPER.items():
+    for name, dtype in HYPER.items():  # such as 'learning_rate', float32
         hyper[name] = jax.ShapeDtypeStruct((X,), dtype, sharding=over_trials)
 
     def with_sharding(
@@ -300,7 +300,7 @@ def _compile_steps(
 ) -> tuple[Callable, float]:
     """Compiles the train program; returns (compiled function, compile seconds).
 
-    The arguments are those of `lower`.
+    The arguments are those of `lower`; `state`, `hyper` and `batch` are shapes without data.
     """
     start = time.perf_counter()
     lowered = lower(config, lifting, mesh, state, hyper, batch)

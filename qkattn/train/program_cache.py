@@ -107,7 +107,7 @@ def _make_private(path: Path) -> None:
         RunDirectoryError: The directory is a link.
         OSError: The directory cannot be made or written to.
     """
-    join_without_links(path.parent, path.name)
+    join_without_links(path.parent, path.name)  # raises RunDirectoryError for a link
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     writable_by_others = stat.S_IWGRP | stat.S_IWOTH

@@ -82,11 +82,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     if size < len(devices):
         log.warning('the mesh uses %d of %d devices', size, len(devices))
 
-    # `jax.make_mesh` would refuse several TPU slices, and a mesh of 32 x 8 on 16 x 16 chips.
     devices = sorted(devices[:size], key=_slice_index)
     num_slices = len({_slice_index(device) for device in devices})
+    # `jax.make_mesh` would refuse several TPU slices, and a mesh of 32 x 8 on 16 x 16 chips.
     if num_slices > 1:
-        # The first axes of the mesh go over the slices.
+        # As the devices are sorted, the first axes of the mesh go over the slices.
         device_array = np.array(devices).reshape(shape)
     else:
         device_array = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
@@ -150,7 +150,7 @@ def _mesh_axes_by_letter(
             if letter not in mesh_axes_by_letter:
                 options[letter] = (mesh_axis,)
             elif letter == JOINT:  # V
-                # With tensor before fsdp, gathering V over fsdp gives a device the V of its logits.
+                # With tensor first, a device that gathers V over fsdp has the V of its logits.
                 options[letter] = (mesh_axis, *mesh_axes_by_letter[letter])
         letter_to_split = _first_that_divides(path, letters, shape, options, mesh)
         if letter_to_split is not None:
@@ -165,7 +165,7 @@ def _first_that_divides(
     options: Mapping[str, tuple[str, ...]],
     mesh: Mesh,
 ) -> str | None:
-    """Returns the first letter of `options` that divides evenly; None if none does.
+    """Returns the first letter of `options` that splits evenly over its mesh axes, or None.
 
     Logs a message if it is not the first option, such as
     'w_q_DNH: N=6 does not divide over tensor=4; split over H'.
@@ -396,7 +396,7 @@ def least_memory(config: Config) -> int:
     bytes_per_parameter = 2 * 4  # a float32 and its gradient
     bytes_of_floats = bytes_per_parameter * num_trials * num_parameters
 
-    num_rows = math.prod(leading_shape(config))
+    num_rows = math.prod(leading_shape(config))  # of all steps and trials of a dispatch
     arrays = task_of(config).array_shapes(config.model).values()
     bytes_per_row = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays)
     return bytes_of_floats + num_rows * bytes_per_row

@@ -120,6 +120,7 @@ def objective(
     def losses(logits_BTV: jax.Array, targets_BT: jax.Array) -> dict[str, jax.Array]:
         nats_BT = cross_entropy(logits_BTV, targets_BT)
         if smoothing:
+            # The mean of log Z - logit over all tokens.
             mean_nats_BT = jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)
             nats_BT = (1 - smoothing) * nats_BT + smoothing * mean_nats_BT
         if not z_loss:

@@ -235,29 +235,45 @@ def per_target(
 def check_metrics(config: Config) -> None:
     """Raises ConfigError for a metric from outside the package that cannot be used.
 
-    Checks the metrics that a task declares, and the shapes of train.metrics with abstract arrays.
+    Checks the metrics that a task declares, and calls the functions of train.metrics with arrays of
+    example shapes.
     """
     evaluated = metrics.named(config.train.metrics)
     if config.data.task is not None:
-        of_run = metrics.outside(evaluated).values()
-        of_task = task_of(config).metrics
-        if not isinstance(of_task, tuple):
-            raise ConfigError(
-                f'metrics of data.task={config.data.task!r} must be a tuple of Metric, not '
-                f'{of_task!r:.80}'
-            )
-        describe_outside_metrics(metrics.with_outside([*of_run, *of_task]))
-    if not config.train.metrics:
-        return
+        _check_metrics_of_task(config, evaluated)
+    if config.train.metrics:
+        sums = _example_sums(config, evaluated)
+        describe_outside_metrics(evaluated)  # raises if results cannot describe a metric
+        _check_values(config, evaluated, sums)
 
-    metric_names = ', '.join(config.train.metrics)
+
+def _check_metrics_of_task(config: Config, evaluated: Mapping[str, metrics.Metric]) -> None:
+    """Raises ConfigError if a metric of the task is not valid, or has the name of another one."""
+    of_run = metrics.outside(evaluated).values()
+    of_task = task_of(config).metrics
+    if not isinstance(of_task, tuple):
+        raise ConfigError(
+            f'metrics of data.task={config.data.task!r} must be a tuple of Metric, not '
+            f'{of_task!r:.80}'
+        )
+    describe_outside_metrics(metrics.with_outside([*of_run, *of_task]))
+
+
+def _example_sums(
+    config: Config, evaluated: Mapping[str, metrics.Metric]
+) -> dict[str, np.ndarray]:
+    """Returns arrays [R, X, ...] of ones, with the names and shapes of `metrics.Sums`.
+
+    Raises:
+        ConfigError: The `per_target` of a metric fails, or does not give an array [B, T, ...].
+    """
     # All sizes differ, so that swapped axes are noticed.
     B, T, R, X = 2, 3, 5, 7
     logits_BTV = jax.ShapeDtypeStruct((B, T, config.model.vocab_size), jnp.float32)
     targets_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
     measured = call_with_config_errors(
         'train.metrics',
-        metric_names,
+        ', '.join(config.train.metrics),
         lambda: jax.eval_shape(functools.partial(per_target, evaluated), logits_BTV, targets_BT),
     )
 
@@ -270,14 +286,23 @@ def check_metrics(config: Config) -> None:
                 'must give an array [B, T] or [B, T, ...]'
             )
         sums[name] = np.ones((R, X, *shape[2:]))
-    describe_outside_metrics(evaluated)
+    return sums
 
+
+def _check_values(
+    config: Config, evaluated: Mapping[str, metrics.Metric], sums: metrics.Sums
+) -> None:
+    """Raises ConfigError if the `value` of a metric fails, or does not map `sums` to [X]."""
+    R, X = sums['weight'].shape
     for name, metric in metrics.outside(evaluated).items():
         if metric.value is None:
             raise ConfigError(f'metric {name!r} must have per_target, value or both')
+        bytes_per_target = 1.0
         with np.errstate(all='ignore'):
             value_X = call_with_config_errors(
-                'train.metrics', metric_names, functools.partial(metric.value, sums, 1.0)
+                'train.metrics',
+                ', '.join(config.train.metrics),
+                functools.partial(metric.value, sums, bytes_per_target),
             )
         if value_X is not None and np.shape(value_X) != (X,):
             raise ConfigError(
