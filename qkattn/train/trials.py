@@ -259,9 +259,7 @@ def _check_metrics_of_task(config: Config, evaluated: Mapping[str, metrics.Metri
     describe_outside_metrics(metrics.with_outside([*of_run, *of_task]))
 
 
-def _example_sums(
-    config: Config, evaluated: Mapping[str, metrics.Metric]
-) -> dict[str, np.ndarray]:
+def _example_sums(config: Config, evaluated: Mapping[str, metrics.Metric]) -> dict[str, np.ndarray]:
     """Returns arrays [R, X, ...] of ones, with the names and shapes of `metrics.Sums`.
 
     Raises:
