@@ -31,11 +31,11 @@ _MAY_PREPARE: contextvars.ContextVar[bool] = contextvars.ContextVar('may_prepare
 @contextlib.contextmanager
 def nothing_prepared() -> Iterator[None]:
     """Makes missing data raise NotPrepared instead of being prepared, for dry runs."""
-    token = _MAY_PREPARE.set(False)
+    earlier_value = _MAY_PREPARE.set(False)  # read by `require_preparing`
     try:
         yield
     finally:
-        _MAY_PREPARE.reset(token)
+        _MAY_PREPARE.reset(earlier_value)
 
 
 def require_preparing(name: str) -> None:
@@ -97,11 +97,12 @@ def read_or_prepare(
         return read_if_there()
 
     require_preparing(str(path))  # raises NotPrepared in a dry run
-    # Check the path for links, which could lead outside of `root`.
+    # Raise ConfigError for a symbolic link, which could lead outside of `root`.
     folder_names = path.parent.relative_to(root).parts
     join_without_links(root, *folder_names)
 
-    with locked(path.with_name('lock')):
+    lock_file = path.with_name('lock')
+    with locked(lock_file):
         # Another process may have prepared the data in the meantime.
         try:
             return read_if_there()

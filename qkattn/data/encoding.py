@@ -77,17 +77,18 @@ def _encode(tokenizer: Tokenizer, text: bytes) -> Result:
     """Encodes one document, or returns a ValueError if encoding fails or gives invalid ids."""
     try:
         ids_of_text = np.asarray(tokenizer.encode(text))
-        are_whole = np.issubdtype(ids_of_text.dtype, np.integer)
-        if ids_of_text.size and not are_whole:  # an empty list becomes an array of floats
+        has_ids = ids_of_text.size > 0  # an empty list becomes an array of floats
+        if has_ids and not np.issubdtype(ids_of_text.dtype, np.integer):
             raise ValueError(f'its ids are {ids_of_text.dtype}; they must be of an integer type')
         ids = np.append(ids_of_text, tokenizer.separator)
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
             raise ValueError(f'it has ids outside of 0 .. {tokenizer.vocab_size - 1}')
-        if np.count_nonzero(ids == tokenizer.separator) > 1:
+        num_separators = np.count_nonzero(ids == tokenizer.separator)
+        if num_separators > 1:
             raise ValueError(f'its ids hold the separator, {tokenizer.separator}')
-        return Encoded(ids, tokenizer.num_bytes(ids))
+        return Encoded(ids, num_bytes=tokenizer.num_bytes(ids))
     except ValueError as error:
-        # A subclass of ValueError may not be picklable.
+        # Worker processes pickle results, and a subclass of ValueError may not be picklable.
         return ValueError(str(error))
 
 
@@ -151,11 +152,12 @@ def _begin_worker(parent_pid: int, kind: str, vocabulary: bytes | None, name: st
     global _tokenizer
     end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # A file of sub-words allows two separators between documents. The name tells which one.
     with use_recorded_tokenizers(name):
         _tokenizer = restore_tokenizer(kind, vocabulary)
     assert _tokenizer.name == name, f'the tokenizer is {_tokenizer.name} in a worker, not {name}'
 
 
 def _encode_batch(texts: list[bytes]) -> list[Result]:
-    """Encodes a batch of documents in a worker."""
+    """Encodes a batch of documents with the tokenizer of this worker process."""
     return [_encode(_tokenizer, text) for text in texts]

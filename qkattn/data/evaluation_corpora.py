@@ -53,12 +53,13 @@ class EvaluationCorpus:
 
     def identity(self) -> dict[str, Any]:
         """Returns JSON that identifies the split in results and checkpoints."""
-        identity = dict(self.rows.identity())
-        # Keep only this split.
-        identity['fingerprints'] = {self.split: identity['fingerprints'][self.split]}
-        carved = identity.pop('carved', {})
-        if self.split in carved:
-            identity['carved'] = {self.split: carved[self.split]}
+        split = self.split
+        identity = dict(self.rows.identity())  # of all splits
+        identity['fingerprints'] = {split: identity['fingerprints'][split]}
+        # Splits that are cut off train have an entry, such as {'test': 0.1}.
+        carved_fractions = identity.pop('carved', {})
+        if split in carved_fractions:
+            identity['carved'] = {split: carved_fractions[split]}
         return identity
 
 
@@ -72,7 +73,8 @@ def entries(config: Config) -> list[Entry]:
     if not texts:
         return []
     task = task_of(config)
-    if not (isinstance(task, type) and issubclass(task, TextRows)):
+    trains_on_text = isinstance(task, type) and issubclass(task, TextRows)
+    if not trains_on_text:
         raise ConfigError(
             f'data.evaluate={texts} needs a model of text in one language, but model.kind='
             f'{config.model.kind!r} and data.name={config.data.name!r} is {task.data}'
@@ -104,20 +106,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
     if not corpus:  # the entry '@train', for example
         return Entry(text=text, data=None, split=split)
 
-    # 'text:/data/a?documents=blank_line' -> 'text:/data/a', 'documents=blank_line'
-    # A path may have a line break, which DOTALL lets a dot match.
-    match = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', corpus, re.DOTALL)
-    name_and_path, fields_text = match.groups()
-    fields = _parse_fields(fields_text or '')
-
-    before_colon, colon, after_colon = name_and_path.partition(':')
-    if colon and before_colon in WITH_PATH:
-        if 'path' in fields:
-            raise ConfigError('it has two paths')
-        name = before_colon
-        fields['path'] = after_colon
-    else:  # the name 'hf:OWNER/NAME' has a colon
-        name = name_and_path
+    name, fields = _parse_corpus(corpus)
     data = DataConfig(
         name=name,
         data_dir=run.data_dir,
@@ -133,11 +122,34 @@ def _parse(text: str, run: DataConfig) -> Entry:
     return Entry(text=text, data=data, split=split)
 
 
+def _parse_corpus(text: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the settings of a corpus, from an entry without its split.
+
+    For example, 'text:/data/a?documents=blank_line' gives the name 'text' and the settings
+    {'documents': 'blank_line', 'path': '/data/a'}.
+    """
+    # A path may have a line break, which DOTALL lets a dot match.
+    match = re.fullmatch(r'(.*?)(?:\?(\w+=.*))?', text, re.DOTALL)
+    name_and_path, fields_text = match.groups()  # 'text:/data/a', 'documents=blank_line'
+    fields = _parse_fields(fields_text or '')
+
+    before_colon, colon, after_colon = name_and_path.partition(':')
+    has_path = colon and before_colon in WITH_PATH
+    if not has_path:  # the name 'hf:OWNER/NAME' has a colon, too
+        return name_and_path, fields
+    if 'path' in fields:
+        raise ConfigError('it has two paths')
+    fields['path'] = after_colon
+    return before_colon, fields
+
+
 def _parse_fields(text: str) -> dict[str, Any]:
     """Parses settings such as 'feature=content&documents=blank_line'."""
     fields: dict[str, Any] = {}
-    for part in filter(None, text.split('&')):
-        name, _, value = part.partition('=')
+    for part in text.split('&'):
+        if not part:
+            continue
+        name, _, value = part.partition('=')  # 'feature=content' -> 'feature', '=', 'content'
         if name not in FIELDS:
             raise ConfigError(f'{part!r} must be a setting of a corpus, one of {", ".join(FIELDS)}')
         if name in fields:
@@ -161,7 +173,7 @@ def open_corpora(config: Config, rows: Rows) -> tuple[EvaluationCorpus, ...]:
     for entry in entries(config):
         assert isinstance(rows, TextRows)  # `entries` has checked the task
         with _errors_naming_entry(entry.text):
-            if entry.data is None:
+            if entry.data is None:  # an entry such as '@train', of the run's own data
                 dataset = rows.dataset
             else:
                 dataset = _open_split(entry.data, entry.split, rows.dataset)
@@ -181,7 +193,7 @@ def _open_split(data: DataConfig, split: str, run_dataset: TokenDataset) -> Toke
             'text needs a vocabulary, which the tokens of the run have not; set data.tokenizer to '
             'the tokenizer.json that they were made with'
         )
-    # A run on prepared tokens need not set data.lowercase again.
+    # The run may be on prepared tokens, whose version tells that their text is in lower case.
     if is_lower_case(run_dataset.version):
         data = dataclasses.replace(data, lowercase=True)
     return load_split(data, split, run_dataset.tokenizer)
@@ -225,7 +237,10 @@ def _require_known_ids(dataset: TokenDataset, rows: TextRows, config: Config) ->
 
 
 def identity_with(rows: Rows, corpora: Sequence[EvaluationCorpus]) -> dict[str, Any]:
-    """Returns JSON that identifies the data of a run, including its further corpora."""
+    """Returns JSON that identifies the data of a run.
+
+    Further corpora on which it is evaluated are in the field 'evaluate', by name.
+    """
     identity = dict(rows.identity())
     if corpora:
         identity[CORPORA] = {corpus.name: corpus.identity() for corpus in corpora}

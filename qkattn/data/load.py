@@ -41,7 +41,7 @@ def load_text(config: DataConfig) -> TokenDataset:
     """Opens text in one language; see `load`."""
     if config.name == 'tokens':
         return open_tokens(config)
-    (dataset,) = _load_sides(config)
+    (dataset,) = _load_sides(config)  # only parallel text has two sides
     return dataset
 
 
@@ -49,9 +49,9 @@ def open_tokens(config: DataConfig) -> TokenDataset:
     """Opens the tokens at `config.path`, made by prepare_data or another tool."""
     path = local_directory(config.path, 'data.path')
     if not is_prepared(path):
-        files = token_files(path)
-        if files:
-            return open_in_place(config, files)
+        files_of_split = token_files(path)  # of another tool
+        if files_of_split:
+            return open_in_place(config, files_of_split)
     return open_prepared(config)
 
 
@@ -73,7 +73,10 @@ def load_split(config: DataConfig, split: str, tokenizer: Tokenizer) -> TokenDat
         )
     root = data_root(config.data_dir)
     directory = root / 'tokens' / corpus.name / corpus.version / tokenizer.name / split
-    carved = {name: share for name, share in corpus.carved.items() if name == split}
+    # A split that is cut off train has an entry in `carved`, such as {'test': 0.1}.
+    carved = {}
+    if split in corpus.carved:
+        carved[split] = corpus.carved[split]
     corpus_of_split = dataclasses.replace(corpus, splits=(split,), carved=carved)
     return _open_or_write_tokens(directory, corpus_of_split, config.tokenizer, tokenizer, root)
 
@@ -108,7 +111,7 @@ def _tokenizer_of_corpus(config: DataConfig, corpus: Corpus) -> Tokenizer:
             size=config.tokenizer_size,
             texts=training_texts,
         )
-    except ConfigError:
+    except ConfigError:  # has a message of its own
         raise
     except ValueError as error:  # text that is not valid UTF-8
         raise ConfigError(f'data.name={config.name!r} cannot be tokenized: {error}') from error
@@ -164,8 +167,8 @@ def _open_or_write_tokens(
     """
 
     def read() -> TokenDataset:
-        first_split = corpus.splits[:1]
-        index = read_index(directory, required=first_split)
+        required_splits = corpus.splits[:1]  # 'train', unless the corpus has only another split
+        index = read_index(directory, required_splits)
         expected = (corpus.name, corpus.version, tokenizer.name)
         stored = (index.name, index.version, index.tokenizer_name)
         if stored != expected:
@@ -177,7 +180,7 @@ def _open_or_write_tokens(
     def write() -> None:
         write_tokens(directory, kind, corpus, tokenizer, workers)
 
-    return read_or_prepare(directory / INDEX, read, write, root=root)
+    return read_or_prepare(directory / INDEX, read=read, prepare=write, root=root)
 
 
 def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
@@ -203,7 +206,8 @@ def prepare(config: DataConfig, out: str, workers: int = 1) -> TokenDataset:
     corpus = find(config)
     # A tokenizer.json allows two separators between documents. Use that of existing tokens, which
     # is part of their tokenizer's name.
-    with use_recorded_tokenizers(*_stored_tokenizer(directory)):
+    stored_names = _stored_tokenizer_names(directory)
+    with use_recorded_tokenizers(*stored_names):
         tokenizer = _tokenizer_of_corpus(config, corpus)
     return _open_or_write_tokens(directory, corpus, config.tokenizer, tokenizer, directory, workers)
 
@@ -222,8 +226,8 @@ def _may_hold_tokens(directory: Path) -> bool:
     return INDEX in file_names or 'lock' in file_names
 
 
-def _stored_tokenizer(directory: Path) -> list[str]:
-    """Returns [tokenizer name] of the tokens in a directory, or [] if it cannot be read."""
+def _stored_tokenizer_names(directory: Path) -> list[str]:
+    """Returns the tokenizer name of the tokens in a directory, in a list; [] without tokens."""
     try:
         return [read_index(directory).tokenizer_name]
     except DamagedData:

@@ -45,7 +45,7 @@ def train_batch(rows: Rows, *, seed: int, step: int, batch_size: int, part: Part
     first_position = int(step) * batch_size
     position_B = first_position + index_in_batch_B
 
-    # grain looks up one position at a time.
+    # The row at each position of the endless sequence. grain looks up one position at a time.
     row_sequence = _train_order(rows.count('train'), int(seed))
     row_B = np.array([row_sequence[position] for position in position_B.tolist()])
 
@@ -244,7 +244,7 @@ def check_documents(rows: Rows, data: DataConfig, minimum: int = MIN_DOCUMENTS) 
 
     evaluation_splits = rows.splits[1:]  # the first split is train
     for split in evaluation_splits:
-        if rows.documents(split) is None:
+        if rows.documents(split) is None:  # all rows are independent
             continue
         num_read = _num_documents_read(rows, split, max_rows=data.eval_sequences)
         if num_read < minimum:

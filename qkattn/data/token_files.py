@@ -78,11 +78,7 @@ def write_tokens(
     log.info('Writing tokens of %s %s to %s', corpus.name, corpus.version, directory)
     for split, share in corpus.carved.items():
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
-    if hasattr(tokenizer, 'model'):  # a learned vocabulary
-        write_atomic(directory / MODEL, tokenizer.model())
-    else:
-        # A killed preparation with another tokenizer may have left its vocabulary.
-        (directory / MODEL).unlink(missing_ok=True)
+    _write_vocabulary(directory / MODEL, tokenizer)
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
         documents_of_split = corpus.documents(None)  # `corpus` is not parallel text
 
@@ -111,6 +107,15 @@ def write_tokens(
     )
     index_json = json.dumps(dataclasses.asdict(index), indent=1)
     write_atomic(directory / INDEX, index_json + '\n')
+
+
+def _write_vocabulary(path: Path, tokenizer: Tokenizer) -> None:
+    """Writes the vocabulary of a tokenizer, or removes the file if the tokenizer has none."""
+    if hasattr(tokenizer, 'model'):  # a learned vocabulary
+        write_atomic(path, tokenizer.model())
+    else:
+        # A killed preparation with another tokenizer may have left its vocabulary.
+        path.unlink(missing_ok=True)
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
@@ -173,13 +178,11 @@ def _write_split(
         The statistics of the split.
     """
     dtype = _dtype(tokenizer)
-    digest = hashlib.sha256()
-    counts_V = np.zeros(tokenizer.vocab_size, np.int64)
     num_documents = 0
     num_tokens = 0
     num_bytes = 0
     progress = _Progress(path.stem)
-    with replacing(path) as temporary:
+    with replacing(path) as temporary:  # the temporary file becomes `path` after the block
         with temporary.open('wb') as file:
             for document in documents:
                 file.write(document.ids.astype(dtype).tobytes())
@@ -187,20 +190,28 @@ def _write_split(
                 num_tokens += len(document.ids)
                 num_bytes += document.num_bytes
                 progress.log(num_tokens)
-        # Count ids in large blocks, because bincount is slow on many short documents. A
-        # memory-mapped file would count as memory of this process.
-        with temporary.open('rb') as file:
-            while len(ids := np.fromfile(file, dtype, count=BLOCK)):
-                digest.update(ids.data)
-                counts_V += np.bincount(ids, minlength=tokenizer.vocab_size)
+        # Ids are not counted above, because `np.bincount` is slow on many short documents.
+        counts_V, sha256 = _count_ids(temporary, dtype, tokenizer.vocab_size)
     return SplitInfo(
         num_documents=num_documents,
         document_names=names,
         num_tokens=num_tokens,
         num_bytes=num_bytes,
         unigram_nats_per_token=entropy(counts_V),
-        fingerprint=digest.hexdigest(),
+        fingerprint=sha256,
     )
+
+
+def _count_ids(path: Path, dtype: np.dtype, vocab_size: int) -> tuple[np.ndarray, str]:
+    """Returns how often each id in [0, vocab_size) is in a file of ids, and the file's sha256."""
+    digest = hashlib.sha256()
+    counts_V = np.zeros(vocab_size, np.int64)
+    # Read blocks, because a memory-mapped file would count as memory of this process.
+    with path.open('rb') as file:
+        while len(ids := np.fromfile(file, dtype, count=BLOCK)):
+            digest.update(ids.data)
+            counts_V += np.bincount(ids, minlength=vocab_size)
+    return counts_V, digest.hexdigest()
 
 
 def read_index(directory: Path, required: Sequence[str] = ('train',)) -> Index:
@@ -266,16 +277,8 @@ def open_index(
     tokens: dict[str, TokenIds] = {}
     for split, info in index.splits.items():
         path = directory / f'{split}.bin'
-        try:
-            ids = map_ids(path, index.dtype)
-            is_intact = len(ids) == info.num_tokens
-            if is_intact and compare:
-                with open_regular(path) as file:
-                    digest = hashlib.file_digest(file, 'sha256')  # type: ignore[arg-type]
-                is_intact = digest.hexdigest() == info.fingerprint
-        except (OSError, ValueError):
-            is_intact = False
-        if not is_intact:
+        ids = _map_if_intact(path, index.dtype, info, compare)
+        if ids is None:
             raise DamagedData(f'{path} is missing, or does not hold what {INDEX} describes')
         tokens[split] = ids
     return TokenDataset(
@@ -286,6 +289,29 @@ def open_index(
         tokens=tokens,
         carved=index.carved,
     )
+
+
+def _map_if_intact(path: Path, dtype: str, info: SplitInfo, compare: bool) -> np.ndarray | None:
+    """Memory-maps the ids of a split; returns None if the file is missing or damaged.
+
+    Args:
+        path: The file.
+        dtype: The type of an id.
+        info: The expected number and sha256 of the ids.
+        compare: Whether to read all ids and compare their sha256.
+    """
+    try:
+        ids = map_ids(path, dtype)
+        if len(ids) != info.num_tokens:
+            return None
+        if compare:
+            with open_regular(path) as file:
+                digest = hashlib.file_digest(file, 'sha256')  # type: ignore[arg-type]
+            if digest.hexdigest() != info.fingerprint:
+                return None
+    except (OSError, ValueError):
+        return None
+    return ids
 
 
 def is_prepared(directory: Path) -> bool:
@@ -308,7 +334,7 @@ def open_prepared(config: DataConfig) -> TokenDataset:
         # A tokenizer.json allows two separators between documents. Use that of these tokens, which
         # is part of their tokenizer's name.
         with use_recorded_tokenizers(index.tokenizer_name):
-            tokenizer = _tokenizer_beside(directory, index, config.tokenizer, advice)
+            tokenizer = _open_stored_tokenizer(directory, index, config.tokenizer, advice)
         # Comparing sha256 would read all tokens at each start.
         dataset = open_index(directory, index, tokenizer, compare=False)
     except DamagedData as error:
@@ -331,7 +357,7 @@ def _require_last_separators(dataset: TokenDataset, directory: Path) -> None:
     """
     separator = dataset.tokenizer.separator
     for split in dataset.splits:
-        last_id = dataset.split(split)[-1:][0]
+        (last_id,) = dataset.split(split)[-1:]  # ids can only be sliced
         if last_id != separator:
             raise ConfigError(
                 f'{directory / split}.bin ends with the id {last_id}; each document must end with '
@@ -339,7 +365,7 @@ def _require_last_separators(dataset: TokenDataset, directory: Path) -> None:
             )
 
 
-def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
+def _open_stored_tokenizer(directory: Path, index: Index, requested: str, advice: str) -> Tokenizer:
     """Opens the tokenizer of the tokens in a directory, whose vocabulary is stored there, too.
 
     Args:
@@ -375,6 +401,7 @@ def _tokenizer_beside(directory: Path, index: Index, requested: str, advice: str
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index, vocab_size: int) -> None:
     """Raises ConfigError for settings that cannot change existing tokens, such as lowercase."""
+    harmless_sizes = (DataConfig.tokenizer_size, vocab_size)  # the default and the actual size
     if config.lowercase and not is_lower_case(index.version):
         field = 'lowercase'
     elif config.carve_test and 'test' not in index.splits:
@@ -385,7 +412,7 @@ def _refuse_settings_without_effect(config: DataConfig, index: Index, vocab_size
         field = 'token_dtype'
     elif not _is_same_tokenizer(config.tokenizer, index):
         field = 'tokenizer'
-    elif config.tokenizer_size not in (DataConfig.tokenizer_size, vocab_size):
+    elif config.tokenizer_size not in harmless_sizes:
         field = 'tokenizer_size'
     else:
         return

@@ -227,6 +227,7 @@ class PairDataset:
                     f'but {len(target_ends)} in target {target.name!r}; line i of one must '
                     'translate line i of the other.'
                 )
+            # Sentence i is between bounds i and i + 1.
             self._bounds[split] = (np.append(0, source_ends), np.append(0, target_ends))
 
     def bounds(self, split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -52,20 +52,15 @@ def tfds_set(config: DataConfig) -> Corpus:
         NotPrepared: No version is prepared.
         ConfigError: The name is malformed, or the settings choose no feature with text.
     """
+    # 'tfds:lm1b' has the name 'lm1b', and 'tfds:wmt14_translate/de-en' 'wmt14_translate/de-en'.
     (name,) = _match_name(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     directory = _newest_version(config, name)
     builder = tfds.builder_from_directory(directory)
 
-    features = _Features(texts=[], translations={})
-    for feature_name, feature in builder.info.features.items():
-        if isinstance(feature, tfds.features.Text):
-            features.texts.append(feature_name)
-        elif isinstance(feature, tfds.features.Translation):
-            features.translations[feature_name] = list(feature.keys())
-
     def read_examples(split: str, columns: list[str]) -> Iterator[Any]:
         """Yields the examples of a split with all features. `columns` is not used."""
         advice = 'delete it and prepare it again as array_record'
+        # Raise ConfigError with this advice for files that tfds cannot read.
         with explain_read_errors(str(directory), advice, NotImplementedError, RuntimeError):
             source = builder.as_data_source(split)
             for start in range(0, len(source), READ_TOGETHER):
@@ -77,9 +72,20 @@ def tfds_set(config: DataConfig) -> Corpus:
         config,
         version=str(builder.version),
         splits_of_dataset=builder.info.splits,
-        features=features,
+        features=_features_of_tfds(builder.info.features),
         read_examples=read_examples,
     )
+
+
+def _features_of_tfds(features: Mapping[str, Any]) -> _Features:
+    """Returns the features of a tfds dataset that hold text."""
+    with_text = _Features(texts=[], translations={})
+    for name, feature in features.items():
+        if isinstance(feature, tfds.features.Text):
+            with_text.texts.append(name)
+        elif isinstance(feature, tfds.features.Translation):
+            with_text.translations[name] = list(feature.keys())
+    return with_text
 
 
 def _newest_version(config: DataConfig, name: str) -> Path:
@@ -110,6 +116,7 @@ def hugging_face(config: DataConfig) -> Corpus:
         NotPrepared: Downloads are not allowed, as in a dry run.
         ConfigError: The dataset cannot be loaded, or the settings choose no feature with text.
     """
+    # 'hf:wmt/wmt14/de-en' has the name 'wmt/wmt14' and the configuration 'de-en'.
     name, config_name = _match_name(config, r'hf:([\w.-]+(?:/[\w.-]+)?)(?:/([\w.-]+))?')
     _require_published(config.name, name)
     datasets = load_extra('datasets', extra='datasets')
@@ -126,16 +133,6 @@ def hugging_face(config: DataConfig) -> Corpus:
     revision = cache_file.parent.name
     version = f'{any_dataset.info.version}-{revision}'
 
-    features = _Features(texts=[], translations={})
-    for feature_name, feature in any_dataset.features.items():
-        if getattr(feature, 'dtype', None) in ('string', 'large_string'):
-            features.texts.append(feature_name)
-        elif isinstance(feature, Mapping):
-            features.translations[feature_name] = list(feature)
-        # Older versions of `datasets` have a feature `Translation` instead of a mapping.
-        elif isinstance(getattr(feature, 'languages', None), list | tuple):
-            features.translations[feature_name] = list(feature.languages)
-
     def read_examples(split: str, columns: list[str]) -> Iterator[Any]:
         return iter(dataset_of_split[split].select_columns(columns))
 
@@ -143,9 +140,23 @@ def hugging_face(config: DataConfig) -> Corpus:
         config,
         version=version,
         splits_of_dataset=dataset_of_split,
-        features=features,
+        features=_features_of_hugging_face(any_dataset.features),
         read_examples=read_examples,
     )
+
+
+def _features_of_hugging_face(features: Mapping[str, Any]) -> _Features:
+    """Returns the features of a Hugging Face dataset that hold text."""
+    with_text = _Features(texts=[], translations={})
+    for name, feature in features.items():
+        if getattr(feature, 'dtype', None) in ('string', 'large_string'):
+            with_text.texts.append(name)
+        elif isinstance(feature, Mapping):  # from languages to sentences
+            with_text.translations[name] = list(feature)
+        # Older versions of `datasets` have a feature `Translation` instead of a mapping.
+        elif isinstance(getattr(feature, 'languages', None), list | tuple):
+            with_text.translations[name] = list(feature.languages)
+    return with_text
 
 
 def _require_published(data_name: str, name: str) -> None:
@@ -216,10 +227,13 @@ def _make_corpus(
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: read_texts(split, language) for split in name_in_dataset}
 
-    name = '-'.join((config.name, *(languages or columns)))
+    def as_file_name(text: str) -> str:
+        return re.sub(r'[^\w.-]', '-', text)
+
+    parts_of_name = [config.name, *(languages or columns)]  # such as 'tfds:lm1b', 'text'
     return Corpus(
-        name=re.sub(r'[^\w.-]', '-', name),
-        version=re.sub(r'[^\w.-]', '-', version),
+        name=as_file_name('-'.join(parts_of_name)),
+        version=as_file_name(version),
         languages=languages,
         splits=tuple(name_in_dataset),
         documents=documents,
@@ -257,18 +271,22 @@ def _choose_columns(
                 candidates.append(name)
     if config.feature is not None:
         candidates = [name for name in candidates if name == config.feature]
-    if len(candidates) == 1:
-        return (candidates[0],)
+    if len(candidates) != 1:
+        raise ConfigError(
+            f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
+            f'one text of {config.name}; {_list_features(features)}.'
+        )
+    return (candidates[0],)
 
+
+def _list_features(features: _Features) -> str:
+    """Lists features: 'its texts are title, its translations translation (de, en)'."""
     texts = ', '.join(sorted(features.texts)) or 'none'
     descriptions = []  # such as 'translation (de, en)'
-    for name, languages_of_feature in features.translations.items():
-        descriptions.append(f'{name} ({", ".join(sorted(languages_of_feature))})')
+    for name, languages in features.translations.items():
+        descriptions.append(f'{name} ({", ".join(sorted(languages))})')
     translations = ', '.join(descriptions) or 'none'
-    raise ConfigError(
-        f'data.feature={config.feature!r} and data.languages={config.languages!r} do not name '
-        f'one text of {config.name}; its texts are {texts}, its translations {translations}.'
-    )
+    return f'its texts are {texts}, its translations {translations}'
 
 
 def _texts(

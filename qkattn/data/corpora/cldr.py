@@ -68,9 +68,10 @@ RATED = ('length', 'volume', 'mass', 'energy', 'digital')
 
 
 def _shared_keys(pair: Pair, field: str, among: Sequence[str] = ()) -> list[str]:
-    """Returns the keys of a locale attribute that both locales have, such as 'currencies'.
+    """Returns the keys that a mapping of Babel has in both locales.
 
-    If `among` is given, only its keys are returned, in its order. Otherwise the keys are sorted.
+    For example, the field 'currencies' has keys such as 'EUR'. If `among` is given, only its keys
+    are returned, in its order. Otherwise the keys are sorted.
     """
     source, target = pair
     source_keys = set(getattr(source, field))
@@ -125,7 +126,7 @@ def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
     for index in range(900):
         start = _random_moment(rng)
 
-        days_below = (6, 60, 600)[index % 3]  # short, medium and long intervals in turn
+        days_below = (6, 60, 600)[index % 3]  # short, medium and long intervals take turns
         num_days = rng.randrange(1, days_below)
         end = start + datetime.timedelta(days=num_days)
         for skeleton in date_skeletons:
@@ -205,7 +206,7 @@ def _units(rng: Random, pair: Pair) -> Iterator[Phrase]:
             if index < 8:
                 yield partial(measure, length='short')  # '3 mi'
 
-        if unit.startswith(RATED):
+        if unit.startswith(RATED):  # such as 'length-mile'
             for time_unit in RATES:
                 for _ in range(5):
                     amount = rng.randrange(1, 500)
@@ -235,7 +236,8 @@ def _write_zone_name(zone: str, kind: str, locale: Locale) -> str:
 
 
 def _write_list(items: Sequence[Phrase], style: Any, locale: Locale) -> str:
-    return lists.format_list([phrase(locale=locale) for phrase in items], style, locale)
+    texts = [phrase(locale=locale) for phrase in items]
+    return lists.format_list(texts, style, locale)
 
 
 def _lists(rng: Random, pair: Pair) -> Iterator[Phrase]:
@@ -292,6 +294,7 @@ def pairs(source_language: str, target_language: str) -> Iterator[tuple[str, str
     earlier_sources = set()
     for category, make_phrases in CATEGORIES.items():
         rng = Random(f'cldr {category}')
+        # A phrase is a value, such as a date, that can be written in both languages.
         for phrase in make_phrases(rng, (source_locale, target_locale)):
             source = write(phrase, source_locale)
             target = write(phrase, target_locale)

@@ -64,12 +64,13 @@ def explain_read_errors(name: str, advice: str, *errors: type[Exception]) -> Ite
     except ConfigError:
         raise
     except (OSError, *errors) as error:  # type: ignore[misc]
-        # `name` ends in the path of the file, which may be quoted.
-        path = name.strip("'")
-        if isinstance(error, FileNotFoundError) and path.endswith(str(error.filename)):
-            raise ConfigError(f'{name} does not exist; {advice}.') from error
-        text = ' '.join(str(error).split()).rstrip('.')
-        reason = f'{type(error).__name__}: {text}'
+        if isinstance(error, FileNotFoundError):
+            # `name` ends in the path of the file, which may be quoted.
+            file_in_name_is_missing = name.strip("'").endswith(str(error.filename))
+            if file_in_name_is_missing:
+                raise ConfigError(f'{name} does not exist; {advice}.') from error
+        text_in_one_line = ' '.join(str(error).split()).rstrip('.')
+        reason = f'{type(error).__name__}: {text_in_one_line}'
         raise ConfigError(f'{name} cannot be read ({reason}); {advice}.') from error
 
 
@@ -117,7 +118,8 @@ def carve_missing_splits(corpus: Corpus, test: bool) -> Corpus:
         splits = ', '.join(corpus.splits) or 'none'
         raise ConfigError(f'{corpus.name} has no train split; its splits are {splits}.')
     missing = tuple(split for split in ('validation', 'test') if split not in corpus.splits)
-    if missing == ('test',) and not test:
+    only_test_is_missing = missing == ('test',)
+    if only_test_is_missing and not test:
         return corpus
     if not missing:
         return corpus
@@ -301,7 +303,8 @@ def parse_languages(config: DataConfig, normalize: Callable[[str], str] = str) -
     Raises:
         ConfigError: `config.languages` is not two different languages.
     """
-    if re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII):
+    are_two_words = re.fullmatch(r'\w+-\w+', config.languages or '', re.ASCII)
+    if are_two_words:
         source_code, target_code = config.languages.split('-')
         source = normalize(source_code)
         target = normalize(target_code)

@@ -85,7 +85,8 @@ def check(config: DataConfig, other_names: Iterable[str] = ()) -> Source:
     unused_settings = [field for field in SETTINGS if field not in used_settings]
     refuse_unused(config, unused_settings)
     if config.tokenizer != 'bpe':
-        refuse_unused(config, ['tokenizer_size'], f'data.tokenizer={config.tokenizer!r}')
+        target = f'data.tokenizer={config.tokenizer!r}'
+        refuse_unused(config, ['tokenizer_size'], target)
     for field in source.required:
         if not getattr(config, field):
             raise ConfigError(f'data.name={config.name!r} needs data.{field}.')
@@ -103,7 +104,8 @@ def _find_source(name: str, other_names: Iterable[str]) -> Source:
         return CORPORA[f'{catalogue}:NAME']
 
     def function_with_options(source_or_function: Any) -> Callable[..., Corpus]:
-        return getattr(source_or_function, 'corpus', source_or_function)
+        is_source = hasattr(source_or_function, 'corpus')  # of the package
+        return source_or_function.corpus if is_source else source_or_function
 
     # The message for an unknown name lists all of these.
     known = {**CORPORA, **dict.fromkeys(other_names)}
@@ -157,7 +159,7 @@ def find(config: DataConfig) -> Corpus:
     if config.lowercase:
         corpus = dataclasses.replace(
             corpus,
-            version=f'{corpus.version}{LOWER_CASE}',
+            version=f'{corpus.version}{LOWER_CASE}',  # ends in '-lower'
             documents=functools.partial(_lowercase_documents, corpus),
         )
 
@@ -232,9 +234,10 @@ def _checked_documents(
 ) -> dict[str, Iterable[bytes]]:
     """Returns the documents of each split of a user's corpus, with checks.
 
-    Raises ConfigError if a split is missing or `corpus.documents` fails; when documents are read,
-    also if there are none or one is not bytes. `name` is the value of data.name, for the messages.
+    Raises ConfigError if a split is missing or `corpus.documents` fails. While the documents are
+    read, also raises it if there are none or one is not bytes. `name` is the value of data.name.
     """
+    # Exceptions in the user's function become ConfigErrors that name the setting.
     documents_of_split = call_with_config_errors(
         'data.name', name, lambda: corpus.documents(language)
     )
@@ -251,19 +254,25 @@ def _checked_documents(
                 f'data.name={name!r}: splits names {split!r}, but documents {returned}'
             )
 
-    def checked(split: str) -> Iterator[bytes]:
-        is_empty = True
-        for document in documents_of_split[split]:
-            is_empty = False
-            if not isinstance(document, bytes):
-                raise ConfigError(
-                    f'data.name={name!r}: a document must be bytes, not {document!r:.40}'
-                )
-            yield document
-        if is_empty:
-            raise ConfigError(
-                f'data.name={name!r}: split {split!r} has no document; if documents returns a '
-                'generator, it was used up before: make a fresh one in each call, for each split'
-            )
+    checked = {}
+    for split, documents in documents_of_split.items():
+        checked[split] = _require_documents(documents, split, name)
+    return checked
 
-    return {split: checked(split) for split in documents_of_split}
+
+def _require_documents(documents: Iterable[bytes], split: str, name: str) -> Iterator[bytes]:
+    """Yields the documents of a split of a user's corpus.
+
+    Raises ConfigError if there are none or one is not bytes. `name` is the value of data.name.
+    """
+    is_empty = True
+    for document in documents:
+        is_empty = False
+        if not isinstance(document, bytes):
+            raise ConfigError(f'data.name={name!r}: a document must be bytes, not {document!r:.40}')
+        yield document
+    if is_empty:
+        raise ConfigError(
+            f'data.name={name!r}: split {split!r} has no document; if documents returns a '
+            'generator, it was used up before: make a fresh one in each call, for each split'
+        )

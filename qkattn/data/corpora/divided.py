@@ -61,7 +61,7 @@ def _cut_texts(texts: Iterable[bytes], find_cuts: Cuts) -> Iterator[bytes]:
     No document is only white space, unless the whole text is.
     """
     for text in texts:
-        starts = [0]  # document starts
+        starts = [0]  # of documents
         for cut in find_cuts(text):
             document_before_cut = text[starts[-1] : cut]
             if document_before_cut.strip():
@@ -79,8 +79,8 @@ def _cuts_by(rule: str) -> Cuts:
     if rule == BLANK_LINE:
         return _after_blank_lines
 
-    block_match = BLOCK.fullmatch(rule)  # such as 'kB=16'
-    num_kilobytes = int(block_match[1]) if block_match is not None else None
+    block_match = BLOCK.fullmatch(rule)
+    num_kilobytes = int(block_match[1]) if block_match else None  # 16 for 'kB=16'
     is_rule_for_tokens = rule.startswith(('id=', 'tokens='))
     if num_kilobytes == 0 or is_rule_for_tokens:
         raise ConfigError(

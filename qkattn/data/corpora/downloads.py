@@ -112,7 +112,7 @@ def fetch_file(dataset: str, url: str, config: DataConfig) -> bytes:
     def prepare() -> None:
         write_atomic(cached_file, _download_or_copy(url, config))
 
-    return read_or_prepare(cached_file, read, prepare, root=root)
+    return read_or_prepare(cached_file, read=read, prepare=prepare, root=root)
 
 
 def _file_name(url: str) -> str:

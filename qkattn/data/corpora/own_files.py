@@ -65,24 +65,8 @@ def text(config: DataConfig) -> Corpus:
 
 def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     """Makes a corpus from plain-text files or record files in a directory; see `text`."""
-    # Maps split and document name to a file: files['train']['train/a.txt'].
-    files: dict[str, dict[str, Path]] = {}
     # First choice: plain text named after a split, such as train.txt, ptb.valid.txt or test/a.txt.
-    names_read = []  # of files and folders in the directory
-    empty_folders = []
-    for split, path in _paths_of_splits(directory).items():
-        if _is_text(path):
-            _require_lower_suffix(path)
-            files[split] = {split: path}
-            names_read.append(path.name)
-        elif files_of_split := _text_files(path, directory):
-            files[split] = files_of_split
-            names_read.append(path.name)
-        else:
-            empty_folders.append(path)
-    if files:
-        _refuse_unread_records(directory, names_read)
-        _refuse_unread_text(directory, names_read)
+    files, empty_folders = _text_files_by_split(directory)
 
     # Second choice: records, such as train.jsonl.
     if not files:
@@ -119,6 +103,33 @@ def _text_of_directory(config: DataConfig, directory: Path) -> Corpus:
     )
 
 
+def _text_files_by_split(directory: Path) -> tuple[dict[str, dict[str, Path]], list[Path]]:
+    """Finds the plain-text files and folders that are named after a split.
+
+    Returns:
+        The file of each document by split and document name, as in
+        {'train': {'train/a.txt': Path(...)}}, and the folders of splits that hold no text.
+    """
+    files = {}
+    empty_folders = []
+    names_read = []  # of files and folders in the directory
+    for split, path in _paths_of_splits(directory).items():
+        if _is_text(path):
+            _require_lower_suffix(path)
+            files_of_split = {split: path}
+        else:
+            files_of_split = _text_files(path, directory)
+        if files_of_split:
+            files[split] = files_of_split
+            names_read.append(path.name)
+        else:
+            empty_folders.append(path)
+    if files:
+        _refuse_unread_records(directory, names_read)
+        _refuse_unread_text(directory, names_read)
+    return files, empty_folders
+
+
 def _refuse_unread_records(directory: Path, names_read: list[str]) -> None:
     """Raises ConfigError for records of a split beside plain text, such as validation.jsonl.
 
@@ -137,20 +148,24 @@ def _refuse_unread_records(directory: Path, names_read: list[str]) -> None:
 
 
 def _refuse_unread_text(directory: Path, names_read: list[str]) -> None:
-    """Raises ConfigError for text without a split beside a title that ends with a split.
+    """Raises ConfigError if my.test.txt is read as the test split, but notes.txt is not read.
 
-    A title such as my.test.txt may end with 'test' by chance. Then it is text of the same kind as
-    notes.txt beside it. The whole name test.txt is no title.
+    The title my.test may end with 'test' by chance. Then the user wants both files as train text.
+    In contrast, test.txt beside notes.txt is certainly the test split.
 
     Args:
         directory: The user's directory.
         names_read: The files and folders in it that are read as plain text of a split.
     """
-    titles = [name for name in sorted(names_read) if name.lower().partition('.')[0] not in WORDS]
+    titles = []
+    for name in sorted(names_read):
+        first_word, _, _ = name.lower().partition('.')  # 'my.test.txt' -> 'my'
+        if first_word not in WORDS:  # the words for splits, such as 'test' and 'valid'
+            titles.append(name)
     if not titles:
         return
-    for name, file in _text_files(directory, directory).items():
-        file_or_folder = name.partition('/')[0]
+    for path_in_directory, file in _text_files(directory, directory).items():
+        file_or_folder, _, _ = path_in_directory.partition('/')  # 'notes/a.txt' -> 'notes'
         if file_or_folder not in names_read:
             raise ConfigError(
                 f'data.path: {str(file)!r} names no split, but {titles[0]!r} ends with one; '
@@ -235,13 +250,7 @@ def parallel(config: DataConfig) -> Corpus:
     version = _version(file_of_name)
 
     for source, target in files_of_split.values():
-        source_lines = _scan(source).num_lines
-        target_lines = _scan(target).num_lines
-        if source_lines != target_lines:
-            raise ConfigError(
-                f'{str(source)!r} and {str(target)!r} must have equal numbers of lines, not '
-                f'{source_lines} and {target_lines}.'
-            )
+        _require_equal_lines(source, target)
 
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         file_index = languages.index(str(language))
@@ -254,6 +263,17 @@ def parallel(config: DataConfig) -> Corpus:
         splits=tuple(files_of_split),
         documents=documents,
     )
+
+
+def _require_equal_lines(source: Path, target: Path) -> None:
+    """Raises ConfigError if two parallel files have different numbers of lines."""
+    source_lines = _scan(source).num_lines
+    target_lines = _scan(target).num_lines
+    if source_lines != target_lines:
+        raise ConfigError(
+            f'{str(source)!r} and {str(target)!r} must have equal numbers of lines, not '
+            f'{source_lines} and {target_lines}.'
+        )
 
 
 def _aligned_lines(files: list[Path], file_index: int) -> Iterator[bytes]:

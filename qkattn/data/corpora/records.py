@@ -36,9 +36,9 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
     Raises:
         ConfigError: The file cannot be read, or the field is missing or not text.
     """
-    for suffix, read in SUFFIXES.items():
+    for suffix, read_texts in SUFFIXES.items():  # such as '.jsonl'
         if path.name.lower().endswith(suffix):
-            yield from read(path, field)
+            yield from read_texts(path, field)
             return
 
 
@@ -93,7 +93,8 @@ def _parquet(path: Path, field: str) -> Iterator[bytes]:
         if field not in type_of_column:
             raise ConfigError(f'{name} has no column {field!r}; {advice}')
         column_type = type_of_column[field]
-        if not types.is_string(column_type) and not types.is_large_string(column_type):
+        is_text = types.is_string(column_type) or types.is_large_string(column_type)
+        if not is_text:
             raise ConfigError(
                 f'data.path: column {field!r} of {str(path)!r} holds {column_type}, which is no '
                 f'text; {advice}'
