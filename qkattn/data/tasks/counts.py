@@ -34,23 +34,24 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
         first_token_B1 = batch['tokens_BT'][:, :1]
         return np.concatenate([first_token_B1, batch['targets_BT']], axis=1)
 
-    # N training targets, each with its K context tokens.
+    # N targets to count, each with the K tokens before it.
     K = MAX_ORDER - 1
     training_text = _training_text(rows, config, text_of)
     contexts_KN, targets_N = ngrams.preceding(training_text, K)
 
-    # Contexts and targets of each evaluation split.
-    splits = rows.splits[1:]  # the first split is train
-    batches = [_read_evaluation(rows, config, split) for split in splits]
+    # M targets to predict in each evaluation split, also with the K tokens before them.
+    evaluation_splits = rows.splits[1:]  # the first split is train
+    batches = [_read_evaluation(rows, config, split) for split in evaluation_splits]
     evaluated = [ngrams.preceding(text_of(batch), K) for batch in batches]
 
-    # The losses of O orders on the M targets of each evaluation split.
-    nats_of_split = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
+    # The loss of each of O = MAX_ORDER orders on each target, in nats.
+    nats_of_splits = ngrams.losses(contexts_KN, targets_N, evaluated, rows.vocab_size)
     names = [f'{order}-gram' for order in range(1, MAX_ORDER + 1)]
     losses = {}
-    for split, batch, nats_OM in zip(splits, batches, nats_of_split, strict=True):
+    for split, batch, nats_OM in zip(evaluation_splits, batches, nats_of_splits, strict=True):
         weights_M = batch['loss_weights_BT'].ravel()
-        losses[PREFIXES[split]] = _mean_losses(names, nats_OM, weights_M)
+        prefix = PREFIXES[split]  # 'val' or 'test'
+        losses[prefix] = _mean_losses(names, nats_OM, weights_M)
     num_tokens = len(training_text) * config.model.context
     return Yardsticks(task='language', tokens=num_tokens, losses=losses)
 
@@ -72,24 +73,25 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
 
     training_text = _training_text(rows, config, text_of)
 
-    # The visible tokens, true tokens and targets of each evaluation split.
-    splits = rows.splits[1:]  # the first split is train
+    # The visible tokens, all tokens and the targets of each evaluation split.
+    evaluation_splits = rows.splits[1:]  # the first split is train
     evaluated = []
-    for split in splits:
+    for split in evaluation_splits:
         batch = _read_evaluation(rows, config, split)
         tokens_BT = batch['tokens_BT']
         visible_BT = np.where(tokens_BT == mask, ngrams.MISSING, tokens_BT)
         is_target_BT = batch['loss_weights_BT'] > 0
         evaluated.append((visible_BT, text_of(batch), is_target_BT))
 
-    # The losses of O baselines on the M targets of each evaluation split.
-    nats_of_split = ngrams.masked_losses(training_text, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
+    # The loss of each of O baselines on each of the M targets of a split, in nats.
+    nats_of_splits = ngrams.masked_losses(training_text, evaluated, MAX_NEIGHBOURS, rows.vocab_size)
     names = ['frequencies', 'nearest visible neighbour']  # 0 and 1 neighbours
     for num_neighbours in range(2, MAX_NEIGHBOURS + 1):
         names.append(f'{num_neighbours} nearest visible neighbours')
     losses = {}
-    for split, nats_OM in zip(splits, nats_of_split, strict=True):
-        losses[PREFIXES[split]] = _mean_losses(names, nats_OM)
+    for split, nats_OM in zip(evaluation_splits, nats_of_splits, strict=True):
+        prefix = PREFIXES[split]  # 'val' or 'test'
+        losses[prefix] = _mean_losses(names, nats_OM)
     num_tokens = len(training_text) * config.model.context
     return Yardsticks(task='masked', tokens=num_tokens, losses=losses)
 
@@ -118,10 +120,10 @@ def _training_text(
     num_rows_trained = config.train.num_steps * config.train.batch_size
     max_rows = max(MAX_TOKENS // config.model.context, 1)
     num_rows = min(num_rows_trained, rows.count('train'), max_rows)
-    # The batch size does not change the order of training rows. Large batches are read faster.
-    seed = config.trials.seeds[0]
+    # Large batches are read faster, and hold the training rows in the same order.
     batch_size = min(num_rows, ROWS_PER_READ)
     num_batches = math.ceil(num_rows / batch_size)
+    seed = config.trials.seeds[0]
     texts = []
     for step in range(num_batches):
         batch = train_batch(rows, seed=seed, step=step, batch_size=batch_size)

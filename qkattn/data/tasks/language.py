@@ -109,9 +109,11 @@ class LanguageRows(TextRows):
     def count(self, split: str) -> int:
         num_tokens = len(self.dataset.split(split))
         if self.shift and split == 'train':
-            self._check_length(split, num_tokens // 2)
+            # One window is left out, so that windows may begin up to `length - 1` tokens later.
+            self._check_length(split, max_length=num_tokens // 2)
             return num_tokens // self.length - 1
-        self._check_length(split, num_tokens - 1)
+        # The last token is only a target.
+        self._check_length(split, max_length=num_tokens - 1)
         return (num_tokens - 1) // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
@@ -129,7 +131,8 @@ class LanguageRows(TextRows):
     def _offsets_B(self, draws_B2: np.ndarray) -> np.ndarray:
         """Returns the offsets of training windows, one for each (seed, epoch)."""
         seed_B = draws_B2[:, 0]
-        epoch_B = draws_B2[:, 1] // self.count('train')
+        position_B = draws_B2[:, 1]  # in the training sequence over all epochs
+        epoch_B = position_B // self.count('train')
         seeds_and_epochs = list(zip(seed_B.tolist(), epoch_B.tolist(), strict=True))
         offsets = {}
         for seed_and_epoch in set(seeds_and_epochs):
@@ -153,11 +156,12 @@ class LanguageRows(TextRows):
         half = self.length // 2
         if half < EARLY:
             return {}
-        nats_XT, weights_T = losses_by_position(self)  # sums over rows
+        # Losses of all trials and loss weights at each position, summed over rows.
+        nats_XT, weights_T = losses_by_position(self)
         early = EARLY - 1  # positions are numbered from 0
         return {
             'early': nats_XT[:, early] / weights_T[early],
-            'late': nats_XT[:, half:].sum(1) / weights_T[half:].sum(),
+            'late': nats_XT[:, half:].sum(axis=1) / weights_T[half:].sum(),
         }
 
 
@@ -221,7 +225,7 @@ class MaskedRows(TextRows):
 
     def count(self, split: str) -> int:
         num_tokens = len(self.dataset.split(split))
-        self._check_length(split, num_tokens)
+        self._check_length(split, max_length=num_tokens)
         return num_tokens // self.length
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
@@ -241,7 +245,7 @@ class MaskedRows(TextRows):
         is_target_BT = np.zeros(text_BT.shape, bool)
         np.put_along_axis(is_target_BT, target_positions, True, axis=1)
 
-        # Mask 80 % of the targets, and replace 10 % with random tokens.
+        # Mask 80 % of the targets, replace 10 % with random tokens, and keep 10 %.
         is_masked_BT = is_target_BT & (u_action_BT < 0.8)
         is_random_BT = is_target_BT & (u_action_BT >= 0.8) & (u_action_BT < 0.9)
         tokens_BT = np.where(is_masked_BT, self.mask, text_BT)
@@ -254,9 +258,9 @@ class MaskedRows(TextRows):
         separator = self.dataset.tokenizer.separator
         if separator is None:
             return (u_BT * vocab_size).astype(np.int32)
-        ids_BT = (u_BT * (vocab_size - 1)).astype(np.int32)
-        # Skip the separator's id.
-        return ids_BT + (ids_BT >= separator)
+        # Number the other ids from 0. From the separator on, an id is its number plus 1.
+        number_BT = (u_BT * (vocab_size - 1)).astype(np.int32)
+        return number_BT + (number_BT >= separator)
 
     def identity(self) -> dict[str, Any]:
         return self.dataset.identity() | {'masking': {'version': 1, 'rate': self.mask_rate}}

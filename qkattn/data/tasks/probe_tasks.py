@@ -119,8 +119,8 @@ class Copy(Probe):
     def make(self, u_BU: np.ndarray) -> Arrays:
         """Makes rows from uniform random numbers; see `Probe.make`."""
         first_half_BN = _to_integers(u_BU, self.symbols)
-        separator_B1 = np.full((len(u_BU), 1), self.symbols)
-        second_half_BN = first_half_BN[:, :: self.step]
+        separator_B1 = np.full((len(u_BU), 1), self.symbols)  # the id after the symbols
+        second_half_BN = first_half_BN[:, :: self.step]  # a step of -1 reverses
         sequence_BT1 = np.concatenate([first_half_BN, separator_B1, second_half_BN], axis=1)
 
         position_T = np.arange(2 * self.length)
@@ -158,10 +158,11 @@ class Induction(Probe):
 
     @property
     def least(self) -> dict[str, int]:
-        tokens_of_bigrams = 4 * self.repeats
-        # Two units of a bigram share two symbols, so a row has as many symbols as units.
-        num_symbols = self.num_units
-        return {'repeats': 1, 'length': tokens_of_bigrams - 1, 'symbols': num_symbols}
+        tokens_of_bigrams = 4 * self.repeats  # two symbols, twice
+        min_length = tokens_of_bigrams - 1  # the last token is not an input
+        # A bigram has two units and two different symbols, and a single symbol is a unit.
+        num_different_symbols = self.num_units
+        return {'repeats': 1, 'length': min_length, 'symbols': num_different_symbols}
 
     @property
     def sizes(self) -> Sizes:
@@ -185,7 +186,7 @@ class Induction(Probe):
         singles_S2 = np.stack([singles_S, np.full_like(singles_S, NONE)], axis=1)
         units_N2 = np.concatenate([bigrams_R2, bigrams_R2, singles_S2])
 
-        # Shuffle the units of each row. Every row has length + 1 symbols.
+        # Shuffle the units of each row. Without NONE, every row has length + 1 symbols.
         order_BN = np.argsort(u_order_BN, axis=1)
         units_BN2 = units_N2[order_BN]
         symbols_in_all_rows = units_BN2[units_BN2 != NONE]
@@ -195,10 +196,11 @@ class Induction(Probe):
         id_of_symbol_BV = np.argsort(u_ids_BV, axis=1)
         sequence_BT1 = np.take_along_axis(id_of_symbol_BV, symbols_BT1, axis=1)
 
-        # The target is the second symbol of a bigram that has occurred before.
+        # Predict the next token where the first symbol of a bigram occurs for the second time.
         symbols_BT = symbols_BT1[:, :-1]
         is_same_BTT = symbols_BT[:, :, None] == symbols_BT[:, None, :]
-        occurred_before_BT = np.tril(is_same_BTT, k=-1).any(axis=-1)
+        is_same_as_earlier_BTT = np.tril(is_same_BTT, k=-1)
+        occurred_before_BT = is_same_as_earlier_BTT.any(axis=-1)
         is_first_of_bigram_BT = np.isin(symbols_BT, bigrams_R2[:, 0])
         return _next_token_rows(sequence_BT1, occurred_before_BT & is_first_of_bigram_BT)
 
@@ -332,12 +334,13 @@ def find(text: str) -> tuple[str, Probe]:
     probe_class, options = resolve(
         text, PROBES, 'data.name', needs='a subclass of Probe', is_valid=_is_probe_class
     )
-    if any(type(value) is not int for value in options.values()):
+    are_integers = all(type(value) is int for value in options.values())
+    if not are_integers:
         raise ConfigError(f'data.name={text!r}: options of probes are whole numbers.')
     # Exceptions in a user's class become ConfigErrors, as where it lacks a method.
     probe = call_with_config_errors('data.name', text, lambda: probe_class(**options))
-    smallest_values = call_with_config_errors('data.name', text, lambda: probe.least)
-    for option, least in smallest_values.items():
+    least_values = call_with_config_errors('data.name', text, lambda: probe.least)
+    for option, least in least_values.items():
         value = getattr(probe, option)
         if value < least:
             raise ConfigError(f'data.name={text!r}: {option}={value} must be at least {least}.')
@@ -374,8 +377,8 @@ class ProbeRows(Rows):
         self.name = name
         self._probe = probe
         self.vocab_size = probe.sizes.vocabulary
-        batch = self.read('test', rows_B=np.arange(1), draws_B2=np.zeros((1, 2)))
-        self.length = batch['tokens_BT'].shape[1]
+        one_row = self.read('test', rows_B=np.arange(1), draws_B2=np.zeros((1, 2)))
+        self.length = one_row['tokens_BT'].shape[1]
 
     def count(self, split: str) -> int:
         if split not in SPLITS:
@@ -387,7 +390,8 @@ class ProbeRows(Rows):
         if split != 'train':
             # An evaluation row depends only on its index, whatever seed the caller passes.
             draws_B2 = np.stack([np.zeros_like(rows_B), rows_B], axis=1)
-        u_BU = uniform(draws_B2, (self._probe.sizes.draws,), stream=SPLITS.index(split))
+        num_draws = self._probe.sizes.draws
+        u_BU = uniform(draws_B2, shape=(num_draws,), stream=SPLITS.index(split))
         tokens_BT, targets_BT, loss_weights_BT = self._probe.make(u_BU)
         return token_batch(tokens_BT, targets_BT, loss_weights_BT)
 

@@ -33,13 +33,14 @@ def induction(rows: Rows, trained: TrainedTrials) -> dict[str, np.ndarray]:
     Returns:
         Arrays [X] by metric name, or {} if `sequences(rows)` is None.
     """
-    r_BH = sequences(rows)
-    if r_BH is None:
+    random_tokens_BH = sequences(rows)
+    if random_tokens_BH is None:
         return {}
     length = trained.config.model.context
-    # Sums [rows, X] over the targets of one copy.
-    first = trained.sums(functools.partial(batches, r_BH, length, 'first'))
-    second = trained.sums(functools.partial(batches, r_BH, length, 'second'))
+    read_copy = functools.partial(batches, random_tokens_BH, length)
+    # Sums [rows, X] over the targets in one copy, by metric.
+    first = trained.sums(functools.partial(read_copy, 'first'))
+    second = trained.sums(functools.partial(read_copy, 'second'))
     first_loss_X = first['loss'].sum(0) / first['weight'].sum(0)
     second_loss_X = second['loss'].sum(0) / second['weight'].sum(0)
     return {
@@ -64,13 +65,13 @@ def sequences(rows: Rows) -> np.ndarray | None:
         return None
 
     H = (length + 1) // 2
-    shuffled = np.random.default_rng(SEED).permutation(tokens_BT.ravel())
-    return shuffled[: num_rows * H].reshape(num_rows, H)
+    shuffled_tokens = np.random.default_rng(SEED).permutation(tokens_BT.ravel())
+    return shuffled_tokens[: num_rows * H].reshape(num_rows, H)
 
 
 def _predicts_every_next_token(batch: Batch) -> bool:
     """Whether the task of a batch is to predict the next token at every position."""
-    # Segments are the documents of a text, which random tokens do not have.
+    # Segments may be missing. They are the documents of a text, which random tokens do not have.
     names = batch.keys() - {'segments_BT'}
     if names != {'tokens_BT', 'targets_BT', 'loss_weights_BT'}:  # a translation has sources, too
         return False

@@ -115,7 +115,8 @@ class Rows(Protocol):
             chance = self.unigram_nats(split)
             if chance is None:
                 chance = float(np.log(self.vocab_size))
-            losses[PREFIXES[split]] = {'chance': chance}
+            prefix = PREFIXES[split]  # 'val' or 'test'
+            losses[prefix] = {'chance': chance}
         return Yardsticks(task='probe', losses=losses)
 
     def context_losses(self, losses_by_position: 'LossesByPosition') -> Mapping[str, np.ndarray]:
@@ -191,7 +192,7 @@ def token_batch(
 
 def are_whole(ids: np.ndarray) -> bool:
     """Returns whether an array is of an integer type, or of bools, which stand for 0 and 1."""
-    return np.asarray(ids).dtype.kind in 'iub'
+    return np.asarray(ids).dtype.kind in 'iub'  # signed, unsigned, bool
 
 
 def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np.ndarray:
@@ -210,5 +211,5 @@ def uniform(draws_B2: np.ndarray, shape: tuple[int, ...], stream: int = 0) -> np
     for seed_2, u_of_row in zip(seeds_B2, u, strict=True):
         # Streams are 2^192 draws apart, so they never overlap.
         bit_generator = np.random.Philox(key=seed_2, counter=stream << 192)
-        np.random.Generator(bit_generator).random(out=u_of_row)
+        np.random.Generator(bit_generator).random(out=u_of_row)  # writes into `u`
     return u

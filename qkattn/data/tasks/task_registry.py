@@ -15,7 +15,7 @@ from qkattn.data.corpora.corpus import SPLITS
 from qkattn.data.pipeline import eval_batches, eval_rows, train_batch
 from qkattn.data.tasks import probe_tasks
 from qkattn.data.tasks.language import DocumentRows, LanguageRows, MaskedRows
-from qkattn.data.tasks.rows import Batch, DataForm, Rows, Yardsticks, are_whole
+from qkattn.data.tasks.rows import ArrayShapes, Batch, DataForm, Rows, Yardsticks, are_whole
 from qkattn.data.tasks.translation import TranslationRows
 from qkattn.data.tokenizers import vocabulary
 from qkattn.errors import ConfigError
@@ -78,8 +78,10 @@ def rows_of(config: Config) -> Rows:
         return open_rows()
 
     field, value = outside
-    reads_segments = 'segments_BT' in task.array_shapes(config.model)
-    if field == 'data.task' and not config.data.cross_documents and not reads_segments:
+    # Segments tell which tokens belong to the same document.
+    has_segments = 'segments_BT' in task.array_shapes(config.model)
+    needs_segments = field == 'data.task' and not config.data.cross_documents
+    if needs_segments and not has_segments:
         raise ConfigError(
             f'data.cross_documents=False has no effect on data.task={value!r}, whose rows have no '
             'segments_BT; leave it at True'
@@ -101,6 +103,7 @@ def yardsticks_of(config: Config, rows: Rows) -> Yardsticks:
     task = config.data.task
     if task is None or not _is_import_path(task):
         return rows.yardsticks(config)
+    # Exceptions in the user's code become ConfigErrors that name the task.
     measured = call_with_config_errors('data.task', task, lambda: rows.yardsticks(config))
     if not isinstance(measured, Yardsticks):
         raise ConfigError(
@@ -181,43 +184,56 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
 
     The message names the field that names the task or probe, and its value.
     """
-    expected_shapes = {}
-    for name, (length, _) in rows.array_shapes(config.model).items():
-        expected_shapes[name] = (1, length)
+    task = f'{field}={value!r}'
     row_0 = np.zeros(1, int)
     draws_B2 = np.zeros((1, 2), np.uint64)
     for split in rows.splits:
         read = functools.partial(rows.read, split, row_0, draws_B2)
         batch = call_with_config_errors(field, value, read)
-        shapes = {name: np.shape(array) for name, array in batch.items()}
-        if shapes != expected_shapes:
-            raise ConfigError(
-                f'read of {field}={value!r} gives {_shapes_text(shapes)} for one row of '
-                f'split {split!r}; it must give {_shapes_text(expected_shapes)}'
-            )
-        for name, (_, dtype) in rows.array_shapes(config.model).items():
-            if np.dtype(dtype).kind == 'i' and not are_whole(batch[name]):
-                raise ConfigError(
-                    f'{name} of {field}={value!r} holds {np.asarray(batch[name]).dtype}; it must '
-                    'be of an integer type'
-                )
+        _check_shapes_and_types(batch, rows.array_shapes(config.model), split, task)
         for name in ('tokens_BT', 'targets_BT'):
             ids = np.asarray(batch[name])
             if ids.min() < 0 or ids.max() >= rows.vocab_size:
                 raise ConfigError(
-                    f'{name} of {field}={value!r} holds ids from {ids.min()} to {ids.max()} '
-                    f'in split {split!r}; they must be at least 0 and below '
-                    f'vocab_size={rows.vocab_size}'
+                    f'{name} of {task} holds ids from {ids.min()} to {ids.max()} in split '
+                    f'{split!r}; they must be at least 0 and below vocab_size={rows.vocab_size}'
                 )
+
+
+def _check_shapes_and_types(
+    batch: Batch, array_shapes: ArrayShapes, split: str, task: str
+) -> None:
+    """Raises ConfigError if the arrays of one row are not those that a task declares.
+
+    Args:
+        batch: The arrays of the row, by name.
+        array_shapes: The declared length and dtype of each array.
+        split: The split of the row, for the message.
+        task: The field that names the task or probe, with its value, for the message.
+    """
+    expected_shapes = {name: (1, length) for name, (length, _) in array_shapes.items()}
+    shapes = {name: np.shape(array) for name, array in batch.items()}
+    if shapes != expected_shapes:
+        raise ConfigError(
+            f'read of {task} gives {_shapes_text(shapes)} for one row of split {split!r}; it must '
+            f'give {_shapes_text(expected_shapes)}'
+        )
+    for name, (_, dtype) in array_shapes.items():
+        must_be_whole = np.dtype(dtype).kind == 'i'
+        if must_be_whole and not are_whole(batch[name]):
+            raise ConfigError(
+                f'{name} of {task} holds {np.asarray(batch[name]).dtype}; it must be of an integer '
+                'type'
+            )
 
 
 def _check_targets(config: Config, rows: Rows, field: str, value: str) -> None:
     """Raises ConfigError if rows of a split have no targets, or invalid loss weights.
 
-    Without targets, a loss is NaN. Checks rows all over a split, and more than a small batch, which
-    may have none by chance. The message names the field that names the task or probe, and its
-    value.
+    Without targets, a loss is NaN. The message names the field that names the task or probe, and
+    its value.
     """
+    # A few rows may have no target by chance, so read many, evenly spaced.
     num_rows = max(config.train.batch_size, ROWS_CHECKED)
     for split in rows.splits:
         row_B = eval_rows(rows, split, max_rows=num_rows)

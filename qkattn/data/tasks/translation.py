@@ -102,8 +102,7 @@ class TranslationRows(Rows):
             fits_I = (source_sizes_I <= source_length) & (target_sizes_I <= length)
             kept = np.flatnonzero(fits_I)
             self.num_dropped[split] = len(fits_I) - len(kept)
-            capacity_2 = (source_length, length)
-            self._pairs_of_row[split] = pack(sizes_2I, kept, capacity_2)
+            self._pairs_of_row[split] = pack(sizes_2I, kept, capacity_2=(source_length, length))
         if not drop_long:
             self._refuse_dropped()
 
@@ -138,12 +137,13 @@ class TranslationRows(Rows):
 
     def read(self, split: str, rows_B: np.ndarray, draws_B2: np.ndarray) -> Batch:
         """Reads rows by index; `draws_B2` is not used, because rows are not random."""
-        # The indices of the target and source sentences in each row.
+        # The indices of the sentences in each row. The sentences of a pair have the same index,
+        # unless sources are shuffled.
         targets_of_row = [self._pairs_of_row[split][row] for row in rows_B]
         sources_of_row = targets_of_row
         if split in self._shuffled_sources:
-            source_of_pair = self._shuffled_sources[split]
-            sources_of_row = [source_of_pair[pairs] for pairs in targets_of_row]
+            source_of_target = self._shuffled_sources[split]
+            sources_of_row = [source_of_target[targets] for targets in targets_of_row]
 
         source_tokens, target_tokens = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
@@ -157,7 +157,7 @@ class TranslationRows(Rows):
         # Shift right: with '|' for the separator, targets 'a b | c |' have inputs '| a b | c'.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
-        is_target_BT = segments_BT > 0
+        is_target_BT = segments_BT > 0  # segment 0 is padding
         tokens_BT = np.where(is_target_BT, tokens_BT, 0)
         return {
             'source_BS': source_BS,
@@ -179,9 +179,12 @@ class TranslationRows(Rows):
         return rows
 
     def identity(self) -> dict[str, Any]:
-        lengths = {'source_length': self.source_length, 'length': self.length}
-        packing = {'packing': {'version': PACKING} | lengths, 'dropped_pairs': self.num_dropped}
-        return self.pairs.identity() | packing
+        packing = {
+            'version': PACKING,
+            'source_length': self.source_length,
+            'length': self.length,
+        }
+        return self.pairs.identity() | {'packing': packing, 'dropped_pairs': self.num_dropped}
 
     def bytes_per_token(self, split: str) -> float:
         """Returns the mean bytes per target token of a split, including dropped pairs."""
@@ -213,7 +216,7 @@ class TranslationRows(Rows):
                     lowercase=config.data.lowercase,
                 )
                 for name, score in scores.items():
-                    field = f'{PREFIXES[split]}_{name}'
+                    field = f'{PREFIXES[split]}_{name}'  # such as 'val_bleu'
                     values.setdefault(field, [None] * len(finished_X))
                     values[field][x] = score
         return values
@@ -225,26 +228,31 @@ class TranslationRows(Rows):
         def texts(split: str) -> tuple[list[str], list[str]]:
             """Returns all source sentences and all target sentences of a split."""
             sources, targets = self.pairs.sentences(split)
-            return [decode(source) for source in sources], [decode(target) for target in targets]
+            source_texts = [decode(source) for source in sources]
+            target_texts = [decode(target) for target in targets]
+            return source_texts, target_texts
 
         training_sources, training_targets = texts('train')
-        dictionary = ibm1.fit(list(zip(training_sources, training_targets, strict=True)))
+        training_pairs = list(zip(training_sources, training_targets, strict=True))
+        dictionary = ibm1.fit(training_pairs)
 
         bleu = {}
-        max_sources = config.decode.max_sources
+        max_sources = config.decode.max_sources  # None is all
         for split in self.splits[1:]:  # the first split is train
             sources, references = texts(split)
             translations = [dictionary.translate(source) for source in sources[:max_sources]]
             scores = translation_scores(
                 translations, references[:max_sources], lowercase=config.data.lowercase
             )
-            bleu[PREFIXES[split]] = float(scores['bleu'])
+            prefix = PREFIXES[split]  # 'val' or 'test'
+            bleu[prefix] = float(scores['bleu'])
         return Yardsticks(task='translation', bleu=bleu)
 
     def context_losses(self, losses_by_position: LossesByPosition) -> dict[str, np.ndarray]:
         """Measures the loss of each trial with shuffled sources, [X], in nats/token."""
-        nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())  # sums over rows
-        return {'shuffled': nats_XT.sum(1) / weights_T.sum()}
+        # Losses of all trials and loss weights at each position, summed over rows.
+        nats_XT, weights_T = losses_by_position(self.with_shuffled_sources())
+        return {'shuffled': nats_XT.sum(axis=1) / weights_T.sum()}
 
 
 def _exchange_at_random(sizes_I: np.ndarray) -> np.ndarray:

@@ -56,6 +56,7 @@ class SeparatedDocuments(Documents):
 
     def next_end(self, ids: Shards, position: int) -> int:
         offset = self._end_offset(ids)
+        # The separator of a document that ends at `position` is at position - offset.
         block_begin = max(position - offset, 0)
         for block in blocks(ids, block_begin):
             separators_in_block = np.flatnonzero(block == self.separator)
@@ -94,13 +95,14 @@ class IndexedDocuments(Documents):
     name = 'index'
 
     def ends(self, ids: Shards) -> np.ndarray:
-        return np.concatenate(
-            [start + shard.document_ends for start, shard in ids.shards_with_start()]
-        )
+        # A shard counts positions from its own start.
+        ends_of_shards = [start + shard.document_ends for start, shard in ids.shards_with_start()]
+        return np.concatenate(ends_of_shards)
 
     def next_end(self, ids: Shards, position: int) -> int:
         ends = self.ends(ids)
-        return int(ends[np.searchsorted(ends, position)])
+        index = np.searchsorted(ends, position)  # of the first end at `position` or later
+        return int(ends[index])
 
 
 def parse_documents_rule(rule: str | None, separator: int | None, *, indexed: bool) -> Documents:

@@ -32,7 +32,8 @@ class Headerless(TokenFormat):
 
     @staticmethod
     def open(path: Path, dtype: str | None) -> Shard:
-        ids = memory_map_ids(path, np.dtype(dtype or DTYPE).newbyteorder('<'))
+        little_endian_dtype = np.dtype(dtype or DTYPE).newbyteorder('<')
+        ids = memory_map_ids(path, little_endian_dtype)
         _refuse_header(path, ids)
         if dtype is None:
             _refuse_wider_ids(path, ids[:SAMPLE])
@@ -52,8 +53,9 @@ def _refuse_header(path: Path, ids: np.ndarray) -> None:
         return  # the file is shorter than a header
     header = np.frombuffer(first_bytes, '<i4')
     magic, version, num_ids = header[:3]
-    is_unused_part_zero = not header[USED_FIELDS:].any()
-    if magic != 0 and version != 0 and num_ids != 0 and is_unused_part_zero:
+    has_used_fields = magic != 0 and version != 0 and num_ids != 0
+    all_other_fields_are_0 = not header[USED_FIELDS:].any()
+    if has_used_fields and all_other_fields_are_0:
         raise ConfigError(
             f'data.path: {path} begins with a header whose magic number is {magic}; those of '
             'llm.c are 20240520 and 20240801'

@@ -156,7 +156,8 @@ def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
 def _find_format(files: Mapping[str, list[Path]]) -> type[TokenFormat]:
     """Returns the format of all files; raises ConfigError if they have several formats."""
     first_file_of_format: dict[type[TokenFormat], Path] = {}
-    for path in itertools.chain(*files.values()):
+    paths_of_all_splits = itertools.chain(*files.values())
+    for path in paths_of_all_splits:
         # Try every format, because `reads` raises errors of unreadable files.
         formats_of_file = [token_format for token_format in FORMATS if token_format.reads(path)]
         if not formats_of_file:
@@ -185,7 +186,7 @@ def _refuse_lost_index(files: Mapping[str, list[Path]]) -> None:
 
 def _refuse_other_separator(config: DataConfig, documents: Documents, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if documents end at another id than the tokenizer's separator."""
-    # Attention is cut at the separator of the tokenizer.
+    # Attention is cut at the separator of the tokenizer. Blocks of ids have no separator.
     separator = getattr(documents, 'separator', tokenizer.separator)
     if separator != tokenizer.separator:
         raise ConfigError(
@@ -239,7 +240,8 @@ def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str,
     kept_fraction = 1 - CARVED_FRACTION * len(missing)
     cuts = []
     for index in range(len(missing)):
-        position = int(len(train) * (kept_fraction + CARVED_FRACTION * index))
+        fraction_before_cut = kept_fraction + CARVED_FRACTION * index
+        position = int(len(train) * fraction_before_cut)
         cuts.append(documents.next_end(train, position))
 
     bounds = [0, *cuts, len(train)]
@@ -250,7 +252,8 @@ def _carve(train: Shards, documents: Documents, missing: list[str]) -> dict[str,
             f'{" and ".join(missing)} to be carved at their ends; give a file for each split, or '
             "other documents, as in data.documents='tokens=1024'"
         )
-    return dict(zip(('train', *missing), train.cut(cuts), strict=True))
+    parts = train.cut(cuts)
+    return dict(zip(('train', *missing), parts, strict=True))
 
 
 def _versions(files: Mapping[str, list[Path]]) -> list[list]:
@@ -370,4 +373,4 @@ def _read_or_count(config: DataConfig, key: list, count: Callable[[], Counts]) -
         text = json.dumps(dataclasses.asdict(count()), indent=1)
         write_atomic(path, text + '\n')
 
-    return read_or_prepare(path, read_counts, write_counts, root=root)
+    return read_or_prepare(path, read=read_counts, prepare=write_counts, root=root)

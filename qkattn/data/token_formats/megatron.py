@@ -36,7 +36,8 @@ class Megatron(TokenFormat):
         """Memory-maps a file and checks its index; see `TokenFormat.open`."""
         index_path = path.with_suffix('.idx')
         index = _read_index(index_path, dtype)
-        ids = memory_map_ids(path, np.dtype(index.dtype).newbyteorder('<'))
+        little_endian_dtype = np.dtype(index.dtype).newbyteorder('<')
+        ids = memory_map_ids(path, little_endian_dtype)
 
         # Sequence i is ids[sequence_bounds[i]:sequence_bounds[i + 1]].
         sequence_ends = np.cumsum(index.lengths, dtype=np.int64)
@@ -110,7 +111,7 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
         )
     if len(content) < len(MAGIC) + HEADER.size:
         raise ConfigError(f'data.path: {path} ends inside of its header')
-    version, code, num_sequences, num_bounds = HEADER.unpack_from(content, len(MAGIC))
+    version, code, num_sequences, num_bounds = HEADER.unpack_from(content, offset=len(MAGIC))
     if version != VERSION:
         raise ConfigError(f'data.path: {path} has version {version}; valid is {VERSION}')
     if code not in DTYPES:
@@ -119,10 +120,10 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
     refuse_other_dtype(path, DTYPES[code], dtype)
 
     # Three arrays follow the header: int32, int64, int64.
-    lengths_at = len(MAGIC) + HEADER.size
-    pointers_at = lengths_at + 4 * num_sequences
-    bounds_at = pointers_at + 8 * num_sequences
-    num_bytes = bounds_at + 8 * num_bounds
+    lengths_offset = len(MAGIC) + HEADER.size
+    pointers_offset = lengths_offset + 4 * num_sequences
+    bounds_offset = pointers_offset + 8 * num_sequences
+    num_bytes = bounds_offset + 8 * num_bounds
     if len(content) < num_bytes:
         raise ConfigError(
             f'data.path: {path} has {len(content):,} bytes, not the {num_bytes:,} of '
@@ -130,7 +131,7 @@ def _read_index(path: Path, dtype: str | None) -> _Index:
         )
     return _Index(
         dtype=DTYPES[code],
-        lengths=np.frombuffer(content, '<i4', count=num_sequences, offset=lengths_at),
-        pointers=np.frombuffer(content, '<i8', count=num_sequences, offset=pointers_at),
-        document_bounds=np.frombuffer(content, '<i8', count=num_bounds, offset=bounds_at),
+        lengths=np.frombuffer(content, '<i4', count=num_sequences, offset=lengths_offset),
+        pointers=np.frombuffer(content, '<i8', count=num_sequences, offset=pointers_offset),
+        document_bounds=np.frombuffer(content, '<i8', count=num_bounds, offset=bounds_offset),
     )

@@ -82,7 +82,7 @@ class Shards:
         if len(parts) == 1:
             return parts[0]
         for part in parts:
-            read_ahead(part)
+            read_ahead(part)  # lets the kernel read all parts at the same time
         no_ids = np.zeros(0, self.dtype)  # for an empty slice
         return np.concatenate([no_ids, *parts])
 

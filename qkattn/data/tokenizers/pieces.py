@@ -34,7 +34,7 @@ class _Piece:
         encoding = tokenizer.encode(text[start:end], add_special_tokens=False)
         ids_N = np.array(encoding.ids, np.int64)
         bounds_N2 = start + np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        words = [-1 if word is None else word for word in encoding.word_ids]
+        words = [-1 if word is None else word for word in encoding.word_ids]  # -1: no word
         words_N = np.array(words, np.int64)
         return cls(start, end, ids_N, bounds_N2, words_N)
 
@@ -58,11 +58,11 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
     The result is the same as with `tokenizer.encode(text)`, which takes more memory.
     """
     joins_within_words = isinstance(tokenizer.model, models.BPE)
-    piece = _Piece.encode(tokenizer, text, 0, PIECE)
+    piece = _Piece.encode(tokenizer, text, start=0, size=PIECE)
     parts = []
     start = 0  # index of the first token of `piece` that is not yet in `parts`
     while piece.end < len(text):
-        following = _Piece.encode(tokenizer, text, piece.end - OVERLAP, PIECE)
+        following = _Piece.encode(tokenizer, text, start=piece.end - OVERLAP, size=PIECE)
         joint = _find_joint(piece, following, joins_within_words)
         if joint is not None:
             parts.append(piece.ids_N[start : joint.end])
@@ -72,11 +72,12 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str) -> np.ndarray:
 
         # The pieces cannot be joined. Try again with a piece of twice the size.
         size = piece.end - piece.start
-        longer = _Piece.encode(tokenizer, text, piece.start, 2 * size)
+        longer = _Piece.encode(tokenizer, text, start=piece.start, size=2 * size)
         has_same_start = np.array_equal(longer.ids_N[:start], piece.ids_N[:start])
         if not has_same_start:
             # The last joint may be wrong, so encode the text as a whole.
-            return _Piece.encode(tokenizer, text, 0, len(text)).ids_N
+            whole_text = _Piece.encode(tokenizer, text, start=0, size=len(text))
+            return whole_text.ids_N
         piece = longer
     parts.append(piece.ids_N[start:])
     return np.concatenate(parts)

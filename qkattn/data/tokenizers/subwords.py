@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import numpy as np
@@ -95,8 +95,12 @@ class BPETokenizer(Subwords):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        lines = (line for text in texts for line in _lines(text.decode()))
-        tokenizer.train_from_iterator(lines, trainer)
+
+        def lines() -> Iterator[str]:
+            for text in texts:
+                yield from _lines(text.decode())
+
+        tokenizer.train_from_iterator(lines(), trainer)
         actual_size = tokenizer.get_vocab_size()
         if actual_size < size:
             raise ConfigError(
@@ -237,7 +241,7 @@ class FileTokenizer(Subwords):
         """Decodes the texts before, between and after separators."""
         ids = np.asarray(ids, np.int64)
         separator_indices = np.flatnonzero(ids == self.separator)
-        # Each part except the first begins with a separator, which is removed below.
+        # Each part except the first begins with a separator, which is then removed.
         parts = np.split(ids, separator_indices)
         ids_by_text = [part[part != self.separator].tolist() for part in parts]
         return self._tokenizer.decode_batch(ids_by_text, skip_special_tokens=skip_special_tokens)

@@ -145,11 +145,11 @@ def use_recorded_tokenizers(*names: str) -> Iterator[None]:
     Args:
         *names: The recorded names.
     """
-    token = _RECORDED.set(names)
+    earlier_names = _RECORDED.set(names)  # read by `restore_tokenizer`
     try:
         yield
     finally:
-        _RECORDED.reset(token)
+        _RECORDED.reset(earlier_names)
 
 
 def names_in(data: Any) -> list[str]:
@@ -189,7 +189,8 @@ def restore_tokenizer(kind: str, model: bytes | None) -> Tokenizer:
         # The same class with other options or another source file has another name.
         tokenizer.name = f'{tokenizer.name}-{source_digest(kind)}'
     if cls is FileTokenizer:
-        was_separator_added = tokenizer.name_with_added_separator in _RECORDED.get()
+        names_in_results = _RECORDED.get()  # set by `use_recorded_tokenizers`
+        was_separator_added = tokenizer.name_with_added_separator in names_in_results
         if was_separator_added:
             tokenizer = tokenizer.with_added_separator()
     return tokenizer
