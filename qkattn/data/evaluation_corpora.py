@@ -117,6 +117,7 @@ def _parse(text: str, run: DataConfig) -> Entry:
         carve_test=run.carve_test and split != 'validation',
         **fields,
     )
+    # Both raise ConfigError for invalid settings.
     check_section('data.', data)
     corpus_registry.check(data)
     return Entry(text=text, data=data, split=split)

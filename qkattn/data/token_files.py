@@ -79,6 +79,7 @@ def write_tokens(
     for split, share in corpus.carved.items():
         log.info('%s has no %s split; carving %.0f %% of train', corpus.name, split, 100 * share)
     _write_vocabulary(directory / MODEL, tokenizer)
+    # Errors become ConfigErrors with the advice to restore the source.
     with explain_read_errors(corpus.name, RESTORE, *READ_ERRORS):
         documents_of_split = corpus.documents(None)  # `corpus` is not parallel text
 
@@ -138,6 +139,7 @@ def _require_encoded(results: Iterable[Result], source: str) -> Iterator[Encoded
         results: For each document, its encoding or the ValueError that encoding raised.
         source: The name of the text, for error messages.
     """
+    # Documents are read here. Errors become ConfigErrors with the advice to restore the source.
     with explain_read_errors(source, RESTORE, *READ_ERRORS):
         for number, result in enumerate(results, start=1):
             if isinstance(result, ValueError):
@@ -392,11 +394,11 @@ def _open_stored_tokenizer(directory: Path, index: Index, requested: str, advice
         with explain_read_errors(str(model), advice, Exception):
             return restore_tokenizer(kind, read_whole(model))
 
-    # A class with an import path need not have a vocabulary.
+    # 'bytes' and 'tiktoken:NAME' have no vocabulary, and a class with an import path need not.
     needs_no_vocabulary = kind == 'bytes' or kind.startswith(PREFIX) or is_import_path(kind)
     if not needs_no_vocabulary:
         raise DamagedData(f'{model}, the vocabulary of {kind!r:.200}, is missing')
-    return restore_tokenizer(kind, None)
+    return restore_tokenizer(kind, model=None)
 
 
 def _refuse_settings_without_effect(config: DataConfig, index: Index, vocab_size: int) -> None:

@@ -52,7 +52,7 @@ def tfds_set(config: DataConfig) -> Corpus:
         NotPrepared: No version is prepared.
         ConfigError: The name is malformed, or the settings choose no feature with text.
     """
-    # 'tfds:lm1b' has the name 'lm1b', and 'tfds:wmt14_translate/de-en' 'wmt14_translate/de-en'.
+    # The name is all that follows 'tfds:', such as 'lm1b' or 'wmt14_translate/de-en'.
     (name,) = _match_name(config, r'tfds:([^\W\d]\w*(?:/[\w.+-]+)?)')
     directory = _newest_version(config, name)
     builder = tfds.builder_from_directory(directory)
@@ -213,11 +213,7 @@ def _make_corpus(
     if config.languages:
         languages = parse_languages(config)
     columns = _choose_columns(config, languages, features)
-    name_in_dataset = {}  # such as {'train': 'train', 'validation': 'dev'}
-    for split, possible_names in SPLIT_NAMES.items():
-        names = [name for name in possible_names if name in splits_of_dataset]
-        if names:
-            name_in_dataset[split] = names[0]
+    name_in_dataset = _names_of_splits(splits_of_dataset)
 
     def read_texts(split: str, language: str | None) -> Iterator[bytes]:
         examples = read_examples(name_in_dataset[split], list(columns))
@@ -227,17 +223,29 @@ def _make_corpus(
     def documents(language: str | None) -> dict[str, Iterator[bytes]]:
         return {split: read_texts(split, language) for split in name_in_dataset}
 
-    def as_file_name(text: str) -> str:
-        return re.sub(r'[^\w.-]', '-', text)
-
     parts_of_name = [config.name, *(languages or columns)]  # such as 'tfds:lm1b', 'text'
     return Corpus(
-        name=as_file_name('-'.join(parts_of_name)),
-        version=as_file_name(version),
+        name=_as_file_name('-'.join(parts_of_name)),
+        version=_as_file_name(version),
         languages=languages,
         splits=tuple(name_in_dataset),
         documents=documents,
     )
+
+
+def _names_of_splits(splits_of_dataset: Iterable[str]) -> dict[str, str]:
+    """Returns a dataset's name for each of our splits: {'train': 'train', 'validation': 'dev'}."""
+    name_in_dataset = {}
+    for split, possible_names in SPLIT_NAMES.items():
+        names = [name for name in possible_names if name in splits_of_dataset]
+        if names:
+            name_in_dataset[split] = names[0]
+    return name_in_dataset
+
+
+def _as_file_name(text: str) -> str:
+    """Replaces characters that a file name should not have: 'tfds:lm1b' -> 'tfds-lm1b'."""
+    return re.sub(r'[^\w.-]', '-', text)
 
 
 def _choose_columns(

@@ -121,6 +121,7 @@ def _moments(
 
 def _intervals(rng: Random, pair: Pair) -> Iterator[Phrase]:
     """Yields random intervals as functions of the locale, such as 'Jan 3 – 10, 1926'."""
+    # Skeletons are CLDR's forms, such as 'yMMMd' for year, short month and day.
     date_skeletons = _shared_keys(pair, 'interval_formats', INTERVALS)
     time_skeletons = _shared_keys(pair, 'interval_formats', TIME_INTERVALS)
     for index in range(900):

@@ -128,6 +128,7 @@ def carve_missing_splits(corpus: Corpus, test: bool) -> Corpus:
     splits_after_carving = {*corpus.splits, *missing}
     return dataclasses.replace(
         corpus,
+        # Such as '1.0.0-carved2-validation-test'.
         version='-'.join((corpus.version, f'carved{CARVING}', *missing)),
         splits=tuple(split for split in SPLITS if split in splits_after_carving),
         documents=carving.documents,

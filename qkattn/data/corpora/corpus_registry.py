@@ -109,6 +109,7 @@ def _find_source(name: str, other_names: Iterable[str]) -> Source:
 
     # The message for an unknown name lists all of these.
     known = {**CORPORA, **dict.fromkeys(other_names)}
+    # Look up a name in `known`, or import the user's function.
     source_or_function, options = resolve(
         name,
         known,

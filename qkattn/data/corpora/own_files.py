@@ -240,6 +240,7 @@ def parallel(config: DataConfig) -> Corpus:
     files_of_split: dict[str, list[Path]] = {}
     for split in SPLITS:
         files = [directory / f'{split}.{language}' for language in languages]
+        # Only train is required. Below, a missing file raises ConfigError when it is read.
         if split == 'train' or any(file.exists() for file in files):
             files_of_split[split] = files
 
@@ -318,7 +319,7 @@ def _split_of_path(path: Path) -> str | None:
         return name
     # A folder such as dev/ may hold other files than text.
     if name in WORDS and path.is_dir() and _text_files(path, path):
-        return WORDS[name]
+        return WORDS[name]  # 'dev' -> 'validation'
     return None
 
 

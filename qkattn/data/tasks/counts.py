@@ -39,7 +39,7 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
     training_text = _training_text(rows, config, text_of)
     contexts_KN, targets_N = ngrams.preceding(training_text, K)
 
-    # M targets to predict in each evaluation split, also with the K tokens before them.
+    # For each evaluation split, M targets to predict, each with the K tokens before it.
     evaluation_splits = rows.splits[1:]  # the first split is train
     batches = [_read_evaluation(rows, config, split) for split in evaluation_splits]
     evaluated = [ngrams.preceding(text_of(batch), K) for batch in batches]
@@ -49,7 +49,7 @@ def ngram_yardsticks(rows: Rows, config: Config) -> Yardsticks:
     names = [f'{order}-gram' for order in range(1, MAX_ORDER + 1)]
     losses = {}
     for split, batch, nats_OM in zip(evaluation_splits, batches, nats_of_splits, strict=True):
-        weights_M = batch['loss_weights_BT'].ravel()
+        weights_M = batch['loss_weights_BT'].ravel()  # 0 in padding
         prefix = PREFIXES[split]  # 'val' or 'test'
         losses[prefix] = _mean_losses(names, nats_OM, weights_M)
     num_tokens = len(training_text) * config.model.context
@@ -73,7 +73,7 @@ def neighbour_yardsticks(rows: Rows, config: Config, mask: int) -> Yardsticks:
 
     training_text = _training_text(rows, config, text_of)
 
-    # The visible tokens, all tokens and the targets of each evaluation split.
+    # For each evaluation split, the tokens that are not masked, all tokens, and the targets.
     evaluation_splits = rows.splits[1:]  # the first split is train
     evaluated = []
     for split in evaluation_splits:

@@ -234,7 +234,7 @@ class MaskedRows(TextRows):
         text_BT = self.dataset.windows(split, begin_B, self.length)
 
         # Three uniform numbers in [0, 1) for each position.
-        u_B3T = uniform(draws_B2, (3, self.length))
+        u_B3T = uniform(draws_B2, shape=(3, self.length))
         u_order_BT = u_B3T[:, 0]
         u_action_BT = u_B3T[:, 1]
         u_token_BT = u_B3T[:, 2]

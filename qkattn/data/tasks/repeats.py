@@ -105,7 +105,7 @@ def batches(
     """
     num_rows, H = r_BH.shape
     num_padded_rows = math.ceil(num_rows / batch_size) * batch_size
-    # Rows have T + 1 tokens, because the last target is not an input.
+    # R rows of T + 1 tokens, because the last target is not an input.
     tokens_RT1 = np.zeros((num_padded_rows, length + 1), np.int32)
     tokens_RT1[:num_rows, : 2 * H] = np.tile(r_BH, 2)
 

@@ -73,11 +73,11 @@ def rows_of(config: Config) -> Rows:
     """
     task, options = _task_and_options(config)
     open_rows = functools.partial(_open_rows, config, task, options)
-    outside = _field_from_outside(config.data)
-    if outside is None:
+    field_and_value = _field_from_outside(config.data)  # such as ('data.task', 'my_file:MyTask')
+    if field_and_value is None:
         return open_rows()
 
-    field, value = outside
+    field, value = field_and_value
     # Segments tell which tokens belong to the same document.
     has_segments = 'segments_BT' in task.array_shapes(config.model)
     needs_segments = field == 'data.task' and not config.data.cross_documents
@@ -119,7 +119,8 @@ def yardsticks_of(config: Config, rows: Rows) -> Yardsticks:
                 f'splits are {", ".join(valid_prefixes)}'
             )
         for name, loss in losses.items():
-            if not isinstance(loss, numbers.Real) or not np.isfinite(loss):
+            is_finite_number = isinstance(loss, numbers.Real) and np.isfinite(loss)
+            if not is_finite_number:
                 raise ConfigError(
                     f'yardsticks of data.task={task!r} have the loss {name!r} of {loss} in '
                     f'{prefix!r}; it must be a finite number'
@@ -186,7 +187,7 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
     """
     task = f'{field}={value!r}'
     row_0 = np.zeros(1, int)
-    draws_B2 = np.zeros((1, 2), np.uint64)
+    draws_B2 = np.zeros((1, 2), np.uint64)  # the random seed of the row
     for split in rows.splits:
         read = functools.partial(rows.read, split, row_0, draws_B2)
         batch = call_with_config_errors(field, value, read)
@@ -237,6 +238,7 @@ def _check_targets(config: Config, rows: Rows, field: str, value: str) -> None:
     num_rows = max(config.train.batch_size, ROWS_CHECKED)
     for split in rows.splits:
         row_B = eval_rows(rows, split, max_rows=num_rows)
+        # The random seed of a row is (0, row), as in an evaluation.
         draws_B2 = np.stack([np.zeros_like(row_B), row_B], axis=1).astype(np.uint64)
         read = functools.partial(rows.read, split, row_B, draws_B2)
         batch = call_with_config_errors(field, value, read)

@@ -145,6 +145,7 @@ class TranslationRows(Rows):
             source_of_target = self._shuffled_sources[split]
             sources_of_row = [source_of_target[targets] for targets in targets_of_row]
 
+        # Concatenate the sentences of each row. Segments number them from 1, and 0 is padding.
         source_tokens, target_tokens = self.pairs.tokens(split)
         source_bounds, target_bounds = self.pairs.bounds(split)
         source_BS, source_segments_BS = _lay_out(
@@ -157,7 +158,7 @@ class TranslationRows(Rows):
         # Shift right: with '|' for the separator, targets 'a b | c |' have inputs '| a b | c'.
         tokens_BT = np.roll(targets_BT, 1, axis=1)
         tokens_BT[:, 0] = self.pairs.separator
-        is_target_BT = segments_BT > 0  # segment 0 is padding
+        is_target_BT = segments_BT > 0
         tokens_BT = np.where(is_target_BT, tokens_BT, 0)
         return {
             'source_BS': source_BS,
@@ -368,7 +369,8 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
             # Best fit: the fewest free tokens afterwards, source plus target.
             total_free_after_O = free_after_2O.sum(axis=0)
             fitting_O = np.flatnonzero(fits_O)
-            o = fitting_O[total_free_after_O[fitting_O].argmin()]
+            index_of_best = total_free_after_O[fitting_O].argmin()
+            o = fitting_O[index_of_best]
         else:
             # Close the row with the fewest free tokens on one side, and open an empty row.
             least_free_O = free_2O.min(axis=0)
@@ -377,6 +379,7 @@ def pack(sizes_2I: np.ndarray, kept: np.ndarray, capacity_2: tuple[int, int]) ->
             row_O[o] = next_row
             next_row += 1
         free_2O[:, o] -= size_2
-        pairs_of_row.setdefault(int(row_O[o]), []).append(pair)
+        row = int(row_O[o])
+        pairs_of_row.setdefault(row, []).append(pair)
 
     return [np.array(pairs_of_row[row]) for row in sorted(pairs_of_row)]

@@ -150,7 +150,7 @@ def _requested_tokenizer(config: DataConfig) -> Tokenizer | None:
             f'data.tokenizer={config.tokenizer!r} is learned from text, which tokens have not; '
             'name the tokenizer.json that they were made with, or leave it unset'
         )
-    return vocabulary.restore_tokenizer(config.tokenizer, None)
+    return vocabulary.restore_tokenizer(config.tokenizer, model=None)
 
 
 def _find_format(files: Mapping[str, list[Path]]) -> type[TokenFormat]:

@@ -69,7 +69,7 @@ class Shards:
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """Returns the ids of a slice; a view if all are in one shard."""
-        start, end, _ = positions.indices(len(self))
+        start, end, _ = positions.indices(len(self))  # from 0, even if they are None or negative
         i = bisect.bisect_right(self._bounds, start) - 1  # the shard that holds `start`
         parts = []
         while start < end:

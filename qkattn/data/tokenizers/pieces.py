@@ -33,8 +33,9 @@ class _Piece:
         end = min(start + size, len(text))
         encoding = tokenizer.encode(text[start:end], add_special_tokens=False)
         ids_N = np.array(encoding.ids, np.int64)
+        # Offsets are positions in the piece, and bounds are positions in the text.
         bounds_N2 = start + np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        words = [-1 if word is None else word for word in encoding.word_ids]  # -1: no word
+        words = [-1 if word is None else word for word in encoding.word_ids]
         words_N = np.array(words, np.int64)
         return cls(start, end, ids_N, bounds_N2, words_N)
 
@@ -95,16 +96,17 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
     """
     start = following.start + OVERLAP // 4
     end = piece.end - OVERLAP // 4
-    part = piece.tokens_between(start, end)
-    following_part = following.tokens_between(start, end)
-    has_same_ids = np.array_equal(piece.ids_N[part], following.ids_N[following_part])
-    has_same_bounds = np.array_equal(piece.bounds_N2[part], following.bounds_N2[following_part])
+    # The tokens that begin there, as a slice of the tokens of each piece.
+    in_piece = piece.tokens_between(start, end)
+    in_following = following.tokens_between(start, end)
+    has_same_ids = np.array_equal(piece.ids_N[in_piece], following.ids_N[in_following])
+    has_same_bounds = np.array_equal(piece.bounds_N2[in_piece], following.bounds_N2[in_following])
     if not (has_same_ids and has_same_bounds):
         return None
 
     # Entry i says whether tokens i and i + 1 belong to different words, in both pieces.
-    is_between_words = np.diff(piece.words_N[part]) != 0
-    is_between_words &= np.diff(following.words_N[following_part]) != 0
+    is_between_words = np.diff(piece.words_N[in_piece]) != 0
+    is_between_words &= np.diff(following.words_N[in_following]) != 0
     candidates = np.flatnonzero(is_between_words)
     if not candidates.size and joins_within_words:
         candidates = np.arange(len(is_between_words))
@@ -113,4 +115,4 @@ def _find_joint(piece: _Piece, following: _Piece, joins_within_words: bool) -> _
 
     middle = int(candidates[len(candidates) // 2])
     num_before = middle + 1
-    return _Joint(end=part.start + num_before, start=following_part.start + num_before)
+    return _Joint(end=in_piece.start + num_before, start=in_following.start + num_before)

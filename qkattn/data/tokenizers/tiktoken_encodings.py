@@ -68,7 +68,7 @@ class TiktokenTokenizer(Tokenizer):
             ConfigError: The library is not installed, does not know the name, or does not have the
                 files of the encoding in its cache.
         """
-        library = load_extra('tiktoken', 'tiktoken')
+        library = load_extra('tiktoken', extra='tiktoken')
         name = kind.removeprefix(PREFIX)
         valid_names = library.list_encoding_names()
         if name not in valid_names:
@@ -79,7 +79,7 @@ class TiktokenTokenizer(Tokenizer):
         try:
             with _without_downloads(kind, name):
                 return cls(library.get_encoding(name))
-        except ConfigError:
+        except ConfigError:  # has a message of its own
             raise
         except (OSError, ValueError) as error:
             raise ConfigError(f'data.tokenizer={kind!r} cannot be read: {error}') from error
@@ -111,7 +111,7 @@ def _without_downloads(kind: str, name: str) -> Iterator[None]:
 
     The context replaces `tiktoken.load.read_file`, which reads files that are not in the cache.
     """
-    reader: Any = load_extra('tiktoken.load', 'tiktoken')
+    reader: Any = load_extra('tiktoken.load', extra='tiktoken')
     original_read_file = reader.read_file
 
     def read_local_file(address: str) -> bytes:

@@ -81,9 +81,10 @@ class CharacterTokenizer(Tokenizer):
         self._characters = characters
         digest = hashlib.sha256(characters.encode()).hexdigest()[:12]
         self.name = f'characters-{digest}'
-        self.vocab_size = len(characters) + 2
+        # Two ids follow the characters.
         self.unknown = len(characters)
         self.separator = len(characters) + 1
+        self.vocab_size = len(characters) + 2
 
         # The code point of each id: the characters, `unknown` and `separator`.
         codes = [ord(character) for character in characters]

@@ -53,7 +53,7 @@ def check(kind: str) -> tuple[Any, dict[str, Any]]:
     """
     if kind.endswith('.json'):
         return FileTokenizer, {}
-    if kind.startswith(PREFIX):
+    if kind.startswith(PREFIX):  # 'tiktoken:'
         return TiktokenTokenizer, {}
 
     def is_tokenizer(target: Any) -> bool:
