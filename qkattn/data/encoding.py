@@ -152,7 +152,7 @@ def _begin_worker(parent_pid: int, kind: str, vocabulary: bytes | None, name: st
     global _tokenizer
     end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    # A file of sub-words allows two separators between documents. The name tells which one.
+    # A tokenizer.json allows two separators between documents. The name tells which one.
     with use_recorded_tokenizers(name):
         _tokenizer = restore_tokenizer(kind, vocabulary)
     assert _tokenizer.name == name, f'the tokenizer is {_tokenizer.name} in a worker, not {name}'
