@@ -201,9 +201,7 @@ def _check_arrays(config: Config, rows: Rows, field: str, value: str) -> None:
                 )
 
 
-def _check_shapes_and_types(
-    batch: Batch, array_shapes: ArrayShapes, split: str, task: str
-) -> None:
+def _check_shapes_and_types(batch: Batch, array_shapes: ArrayShapes, split: str, task: str) -> None:
     """Raises ConfigError if the arrays of one row are not those that a task declares.
 
     Args:
