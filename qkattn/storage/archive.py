@@ -57,9 +57,8 @@ class Archive:
         self._members: dict[str, zipfile.ZipInfo] = {}
         total_size = 0
         for member in self._zip.infolist():
-            problem = _find_problem(member)
-            if member.filename in self._members:
-                problem = 'is there twice'
+            is_duplicate = member.filename in self._members
+            problem = 'is there twice' if is_duplicate else _find_problem(member)
             if problem is not None:
                 # Unlike `filename`, `orig_filename` is not cut at a null character.
                 full_name = member.orig_filename
@@ -136,10 +135,11 @@ def zip_bytes(files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, 'w') as archive:
         for name, content in files.items():
+            # Metadata that would depend on the time or the machine is constant.
             member = zipfile.ZipInfo(name, date_time=_EPOCH)
-            member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = _UNIX
-            member.external_attr = _REGULAR_FILE << _MODE_SHIFT
+            member.external_attr = _REGULAR_FILE << _MODE_SHIFT  # the upper bits are the Unix mode
+            member.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(member, content, compresslevel=9)
     return buffer.getvalue()
 
@@ -155,22 +155,23 @@ def is_clean(name: str) -> bool:
             return False
         try:
             require_plain_name(part)
-        except RunDirectoryError:
+        except RunDirectoryError:  # such as '..' or an empty part
             return False
     return True
 
 
 def _find_problem(member: zipfile.ZipInfo) -> str | None:
     """Returns why a member is refused, such as 'is encrypted'; None if it is accepted."""
-    unix_mode = member.external_attr >> _MODE_SHIFT
-    file_type = stat.S_IFMT(unix_mode)
-    # The type is 0 if the archive was not made on Unix.
+    unix_mode = member.external_attr >> _MODE_SHIFT  # the upper bits
+    file_type = stat.S_IFMT(unix_mode)  # 0 if the archive was not made on Unix
     if file_type not in (0, stat.S_IFREG):
         return 'is a link, a directory or a device, not a file'
+
     # zipfile cuts `filename`, but not `orig_filename`, at a null character.
     has_null_character = member.filename != member.orig_filename
     if has_null_character or not is_clean(member.filename):
         return 'has a name that is no path below the archive'
+
     if member.flag_bits & _ENCRYPTED:
         return 'is encrypted'
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

@@ -28,7 +28,7 @@ PATIENCE = 20.0
 # IAM roles that an account needs on a bucket.
 ROLES = 'roles/storage.objectUser and roles/storage.legacyBucketReader'
 # Maximum length of a library's error in our error messages.
-_SHOWN = 200
+_MAX_REASON_LENGTH = 200
 
 # etils and gcsfs read these variables at import. All access to buckets then uses one library and
 # one protocol.
@@ -56,14 +56,14 @@ def to_path(url: str | os.PathLike[str]) -> Path:
         RunDirectoryError: The bucket cannot be listed, or the URL has another form.
     """
     text = os.fspath(url)
-    bucket, _ = _split(text)
+    bucket, _ = _split(text)  # the bucket of gs://b/a is 'b'
     if not text.startswith(SCHEME) or not bucket:
         raise RunDirectoryError(
             f'{text} is not a URL of the form gs://BUCKET/PATH; give one that is, or mount '
             'the storage and give a directory'
         )
     _require_listing(bucket)
-    return cast(Path, epath.Path(text))
+    return cast(Path, epath.Path(text))  # has the methods of `pathlib.Path`
 
 
 @functools.lru_cache
@@ -87,11 +87,11 @@ def read(path: str | os.PathLike[str]) -> Object:
     """Reads the object at `path`; raises FileNotFoundError if the object does not exist."""
     with _request(path, 'read') as blob:
         content = blob.download_as_bytes(**_retry_arguments())
-        # Fetches `updated`, which the download lacks. `blob` itself would ask for the generation
-        # that it has downloaded, which is not found if it was overwritten.
+        # A download lacks the time of the write. `blob` could not fetch the time once its version
+        # was overwritten, so a second handle asks for the newest version.
         newest = blob.bucket.blob(blob.name)
         newest.reload(**_retry_arguments())
-    was_overwritten = newest.generation != blob.generation
+    was_overwritten = newest.generation != blob.generation  # generations number the versions
     if was_overwritten:
         return read(path)
     return Object(content, newest.generation, newest.updated.timestamp())
@@ -103,8 +103,8 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
     Args:
         path: URL of the object.
         content: New content.
-        generation: The generation that the stored object must have. 0 means that no object may
-            exist, None means that any object is replaced.
+        generation: The generation (version number) that the stored object must have. 0 means that
+            no object may exist, None means that any object is replaced.
 
     Raises:
         FileExistsError: The stored object has another generation.
@@ -117,9 +117,9 @@ def write(path: str | os.PathLike[str], content: bytes, generation: int | None =
                 if_generation_match=generation,
                 **_retry_arguments(),
             )
-        except _google_error('PreconditionFailed') as error:
-            # The library retries a request whose response was lost. If that request succeeded, the
-            # object already has the new content and the retry fails.
+        except _google_error('PreconditionFailed') as error:  # another generation is stored
+            # That generation may be from this call, as the library retries a request whose response
+            # was lost. Then the object has this content. (Empty content may be anyone's.)
             if content:
                 with contextlib.suppress(FileNotFoundError):
                     stored = read(path)
@@ -246,7 +246,7 @@ def _translate_error(
     if _is_connection_problem(error):
         lines = str(error).splitlines()
         first_line = lines[0] if lines else type(error).__name__
-        reason = first_line[:_SHOWN].rstrip('.')
+        reason = first_line[:_MAX_REASON_LENGTH].rstrip('.')
         message = (
             f'{SCHEME}{bucket} cannot be reached ({reason}); check the network and '
             'STORAGE_EMULATOR_HOST, or run `gcloud auth application-default login` and set '

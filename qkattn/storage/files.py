@@ -32,9 +32,9 @@ _WRITE_FAILURES = {
     errno.EACCES: 'this user may not write there; make it writable',
 }
 # The errno values of a path without a regular file.
-_MISSING_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+_NO_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # Status codes in the error messages of tensorstore that mean a failed read.
-_TENSORSTORE_FAILURES = (
+_TENSORSTORE_FAILURE_CODES = (
     'ABORTED',
     'CANCELLED',
     'DEADLINE_EXCEEDED',
@@ -43,10 +43,10 @@ _TENSORSTORE_FAILURES = (
     'UNAUTHENTICATED',
     'UNAVAILABLE',
 )
-_RESUME = 'and run the same command again, which resumes from what is saved'
+_RESUME_ADVICE = 'and run the same command again, which resumes from what is saved'
 # An absolute path and the character before it: '"/home/ann/w' in 'wandb(dir="/home/ann/w")'. That
 # character is '=', a comma, a quote or a bracket; there is none at the start of the text.
-_ABSOLUTE = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
+_ABSOLUTE_PATH = re.compile(r"""(^|[=,"'([])(/[^,"')\]]*)""")
 # The name of a temporary file of `write_atomic`: .FILE.UUID.tmp.
 _TEMPORARY = '.{}.{}.tmp'
 
@@ -161,7 +161,7 @@ def first_link(directory: Path, *names: str) -> Path | None:
 
 
 def in_place(path: str, flags: int) -> int:
-    """Opens a regular file safely, as the `opener` of the built-in `open`.
+    """Opens a regular file that is no link; an `opener` for the built-in `open`.
 
     Returns:
         The file descriptor.
@@ -202,9 +202,10 @@ def read_whole(path: Readable, most: int | None = LARGEST) -> bytes:
         UnsuitableFileError: The file is a pipe or a device, or larger than `most`.
         OSError: The file cannot be read.
     """
-    if isinstance(path, Path) and not buckets.is_url(path):
-        return read_regular(path, most)
-    return path.read_bytes()
+    # A file in an archive is no `Path`; an object in a bucket is one, with a URL.
+    if not isinstance(path, Path) or buckets.is_url(path):
+        return path.read_bytes()
+    return read_regular(path, most)
 
 
 def without_directories(text: str) -> str:
@@ -216,7 +217,7 @@ def without_directories(text: str) -> str:
     """
 
     def shorten(match: re.Match[str]) -> str:
-        before, absolute_path = match.groups()
+        before, absolute_path = match.groups()  # such as '=' and '/home/ann/runs/a'
         path = Path(os.path.normpath(absolute_path))
         if path.is_relative_to(Path.cwd()):
             short_path = str(path.relative_to(Path.cwd()))
@@ -224,7 +225,7 @@ def without_directories(text: str) -> str:
             short_path = path.name or '/'
         return before + short_path
 
-    return _ABSOLUTE.sub(shorten, text)
+    return _ABSOLUTE_PATH.sub(shorten, text)
 
 
 def check_directory(
@@ -245,17 +246,18 @@ def check_directory(
         directory = as_path(path)
         buckets.check_writable(directory)
         return directory
+
     # abspath keeps two leading slashes, as POSIX allows; orbax needs a single one.
-    without_leading_slash = os.path.abspath(as_path(path)).lstrip('/')
-    directory = Path(f'/{without_leading_slash}')
+    path_without_slash = os.path.abspath(as_path(path)).lstrip('/')
+    directory = Path(f'/{path_without_slash}')
     try:
         if create:
             directory.mkdir(parents=True, exist_ok=True)
-        existing = directory
-        while not existing.exists():
-            existing = existing.parent
+        nearest_existing = directory
+        while not nearest_existing.exists():
+            nearest_existing = nearest_existing.parent
         # Permission bits do not show a read-only file system, so create a file.
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=nearest_existing):
             pass
     except OSError as error:
         raise RunDirectoryError(
@@ -277,10 +279,11 @@ def remove_tree(path: Path) -> None:
     """
     if buckets.is_url(path):
         if path.exists():
-            cast(epath.Path, path).rmtree(missing_ok=True)
+            cast(epath.Path, path).rmtree(missing_ok=True)  # not a method of `pathlib.Path`
         return
     if path.is_symlink():
         path.unlink(missing_ok=True)
+        return
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -288,13 +291,13 @@ def require_room(directory: Path, size: int) -> None:
     """Raises DiskError if the disk of `directory` has less than `size` free bytes."""
     if buckets.is_url(directory):
         return
-    # Creating the temporary file fails if the directory is not writable.
+    # Creating a temporary file fails if the directory is not writable, also with DiskError.
     with disk_errors(directory), tempfile.TemporaryFile(dir=directory):
-        free = shutil.disk_usage(directory).free
-        if free < size:
+        free_bytes = shutil.disk_usage(directory).free
+        if free_bytes < size:
             raise DiskError(
-                f'{directory} cannot be written: its disk has {free:,} of the {size:,} bytes that '
-                f'are needed; make room {_RESUME}'
+                f'{directory} cannot be written: its disk has {free_bytes:,} of the {size:,} bytes '
+                f'that are needed; make room {_RESUME_ADVICE}'
             )
 
 
@@ -329,7 +332,8 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     # The module tempfile is not used, because only the owner could read its file.
     temporary_name = _TEMPORARY.format(path.name, uuid.uuid4().hex)
-    with no_interrupt, _replacing(path, temporary_name) as temporary:
+    # After the block, the temporary file replaces `path`; a signal ends the process only then.
+    with no_interrupt, _replacing_on_disk(path, temporary_name) as temporary:
         temporary.write_bytes(data)
     return path
 
@@ -342,7 +346,8 @@ def remove_unfinished(directory: Path) -> None:
     if buckets.is_url(directory):
         return
     any_uuid = '[0-9a-f]' * 32
-    for path in directory.glob(_TEMPORARY.format('*', any_uuid)):
+    pattern = _TEMPORARY.format('*', any_uuid)  # matches '.FILE.UUID.tmp'
+    for path in directory.glob(pattern):
         path.unlink(missing_ok=True)
 
 
@@ -360,7 +365,7 @@ def replacing(path: Path) -> Iterator[Path]:
             buckets.write(path, temporary.read_bytes())
         return
 
-    with _replacing(path, f'{path.name}.tmp') as temporary:
+    with _replacing_on_disk(path, f'{path.name}.tmp') as temporary:
         temporary.unlink(missing_ok=True)
         temporary.touch(exist_ok=False)  # fails for a link, which could lead anywhere
         # Some writers, such as safetensors, replace the file by one that only its owner can read.
@@ -371,10 +376,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path, temporary_name: str) -> Iterator[Path]:
+def _replacing_on_disk(path: Path, temporary_name: str) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces `path` if the block succeeds.
 
-    The file and its directory are synced to the disk.
+    `path` is on a disk. The temporary file is in the same directory, and is deleted if the block
+    fails. The file and its directory are synced to the disk.
     """
     if path.is_dir():
         raise RunDirectoryError(f'{path} is a directory where a file is expected; move it away')
@@ -437,7 +443,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         directory = path if os.path.isdir(path) else path.parent
         for error_number, reason in _WRITE_FAILURES.items():
             if _is_system_error(error, error_number):
-                raise DiskError(f'{directory} cannot be written: {reason} {_RESUME}') from error
+                message = f'{directory} cannot be written: {reason} {_RESUME_ADVICE}'
+                raise DiskError(message) from error
         raise
 
 
@@ -459,26 +466,31 @@ def read_errors(path: Readable) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for cause in _chain_of_causes(error):
-            reason = _reason_of_failure(cause)
-            if reason is not None:
-                raise ReadError(
-                    f'{path} cannot be read ({reason}); nothing was changed: run the same command '
-                    'again once it can be'
-                ) from error
-        raise
+        reason = _find_system_failure(error)  # such as 'out of memory'
+        if reason is None:
+            raise
+        raise ReadError(
+            f'{path} cannot be read ({reason}); nothing was changed: run the same command again '
+            'once it can be'
+        ) from error
 
 
-def _chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and, one after another, the errors that led to it."""
+def _find_system_failure(error: BaseException) -> str | None:
+    """Returns why the system failed to read, from an error or from the errors that led to it.
+
+    Returns None if all of them are other errors, such as a missing or damaged file.
+    """
     current: BaseException | None = error
     while current is not None:
-        yield current
+        reason = _reason_of_failure(current)
+        if reason is not None:
+            return reason
         current = current.__cause__ or current.__context__
+    return None
 
 
 def _reason_of_failure(error: BaseException) -> str | None:
-    """Returns why the system failed to read, such as 'out of memory'.
+    """Returns why the system failed to read, such as 'out of memory', from a single error.
 
     Returns None for other errors, such as a missing or damaged file.
     """
@@ -487,13 +499,14 @@ def _reason_of_failure(error: BaseException) -> str | None:
     if isinstance(error, FileNotFoundError | UnsuitableFileError):
         return None
     if isinstance(error, OSError):
-        is_missing = error.errno in _MISSING_FILE
-        return None if is_missing else error.strerror or str(error)
+        if error.errno in _NO_FILE_ERRNOS:
+            return None
+        return error.strerror or str(error)
 
     # Other errors, raised by libraries, contain only the system's message.
-    failure_numbers = [number for number in errno.errorcode if number not in _MISSING_FILE]
+    failure_numbers = [number for number in errno.errorcode if number not in _NO_FILE_ERRNOS]
     system_messages = [os.strerror(number) for number in failure_numbers]
-    for message in (*system_messages, *_TENSORSTORE_FAILURES):
+    for message in (*system_messages, *_TENSORSTORE_FAILURE_CODES):
         if message in str(error):
             return message
     return None
@@ -501,4 +514,6 @@ def _reason_of_failure(error: BaseException) -> str | None:
 
 def _gone_error(path: Path) -> DiskError:
     """Returns the error for a file or directory that vanished while a run wrote to it."""
-    return DiskError(f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME}')
+    return DiskError(
+        f'{path} is gone: it was removed, renamed or unmounted; put it back {_RESUME_ADVICE}'
+    )

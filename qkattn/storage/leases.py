@@ -92,7 +92,7 @@ class Lease:
         }
         self._content = json.dumps(description).encode()
         self._last_heartbeat = seconds()
-        self._lost = False
+        self._was_lost = False
         self.take()
 
         self._released = threading.Event()
@@ -107,22 +107,22 @@ class Lease:
         A lost lease stays lost. After `release`, the value is constant.
         """
         age = seconds() - self._last_heartbeat
-        max_age = EXPIRY * (_BEATS - 1) / _BEATS
-        if not self._released.is_set() and age > max_age:
-            self._lost = True
-        return self._lost
+        max_age = EXPIRY * (_BEATS - 1) / _BEATS  # one heartbeat before the lease expires
+        if age > max_age and not self._released.is_set():
+            self._was_lost = True
+        return self._was_lost
 
     def release(self) -> None:
         """Stops the heartbeat, and frees the run if the storage is writable."""
         with no_interrupt:
             if self._released.is_set():
                 return
-            self._lost = self.lost  # the final value
+            # From here on, `lost` is constant and no longer depends on the time.
+            self._was_lost = self.lost
             self._released.set()
             exit_hooks.remove(self.release)
 
-            # A heartbeat after `free` would take the run again.
-            self._thread.join()
+            self._thread.join()  # a heartbeat after `free` would take the run again
             # A lease that cannot be freed expires.
             with contextlib.suppress(OSError, ConfigError):
                 self.free()
@@ -136,14 +136,16 @@ class Lease:
     def _keep_alive(self) -> None:
         """Renews the lease until it is released or lost; runs in the background thread."""
         interval = EXPIRY / _BEATS
-        while not self._released.wait(interval) and not self.lost:
+        while not self._released.wait(interval):
+            if self.lost:
+                return
             # Renewing may take long. Its start is used, so that the age is never underestimated.
             renewal_start = seconds()
             # A failed renewal is retried in the next round.
             with contextlib.suppress(Exception):
                 is_still_held = self.renew()
                 if not is_still_held:
-                    self._lost = True
+                    self._was_lost = True
                 elif not self.lost:  # the lease may have become too old during the renewal
                     self._last_heartbeat = renewal_start
 
@@ -257,11 +259,11 @@ def acquire(directory: Path, run: str) -> Lease | None:
     with disk_errors(directory):
         lease = _stored_lease(directory, run)
         while True:
-            is_free = _find_holder(lease) is None
-            if not is_free:
+            holder = _find_holder(lease)
+            if holder is not None:
                 return None
             try:
-                with no_interrupt:
+                with no_interrupt:  # a signal ends the process before or after, not in between
                     lease.start()
                     return lease
             except FileExistsError:
@@ -311,28 +313,26 @@ def _find_holder(lease: Lease) -> _Holder | None:
     state = lease.read()
     if state is None:
         return None
-    age = state.now - state.heartbeat
+    age = state.now - state.heartbeat  # seconds since the last renewal
     try:
         description = parse_json(state.content)
         check(description, {'host': str, 'pid': int, 'expiry': float})
-    except ValueError:
-        if age > EXPIRY:
-            return None
-        return _Holder('an unknown process', is_alive_here=False)
+    except ValueError:  # the lease is unreadable
+        is_expired = age > EXPIRY
+        return None if is_expired else _Holder('an unknown process', is_alive_here=False)
     if age > description['expiry']:
         return None
 
     pid = description['pid']
     name = f'process {pid} on {description["host"]}'
-    identity = str(description.get('process'))
-    if not _is_of_this_machine(identity):
+    holder_identity = str(description.get('process'))
+    if not _is_of_this_machine(holder_identity):
         return _Holder(name, is_alive_here=False)
 
-    # A later process with the same PID has another identity.
-    has_ended = _identify_process(pid) != identity
-    if has_ended:
-        return None
-    return _Holder(name, is_alive_here=True)
+    # If the holder has ended, no process or a later process, with another identity, has this PID.
+    present_identity = _identify_process(pid)
+    has_ended = present_identity != holder_identity
+    return None if has_ended else _Holder(name, is_alive_here=True)
 
 
 def _is_of_this_machine(identity: str) -> bool:
@@ -402,14 +402,12 @@ def _file_lock(path: Path, wait: bool) -> Iterator[None]:
 
     Without `wait`, the holder writes its name 'process 12 on host' into the lock file.
     """
-    with contextlib.ExitStack() as exits:
+    with contextlib.ExitStack() as exits:  # closes the file, which frees the lock, at the end
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = exits.enter_context(open(path, 'a+', encoding='utf-8', opener=in_place))
-            if wait:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            else:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+            fcntl.flock(file, operation)
         except BlockingIOError as error:  # another process holds the lock
             raise BlockingIOError(_read_name(file) or 'another process') from error
         except OSError as error:
@@ -454,8 +452,9 @@ def _lock_in_bucket(path: Path, wait: bool) -> Lease:
             continue
 
         if not wait:
-            is_past_deadline = seconds() > deadline
-            if holder.is_alive_here or is_past_deadline:
+            # The lease of a dead holder would have expired by the deadline.
+            counts_as_alive = holder.is_alive_here or seconds() > deadline
+            if counts_as_alive:
                 raise BlockingIOError(holder.name)
             if not has_warned:
                 log.warning('%s is held by %s; waiting until it counts as dead', path, holder.name)

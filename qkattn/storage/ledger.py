@@ -111,9 +111,9 @@ class Ledger:
         declared_by_study: dict[str, Repeat] = {}
         for entry in self._entries_of(DECLARED):
             if 'repeats' in entry:
-                repeated = entry['repeats']
+                fields = entry['repeats']  # {'study': name, 'entry': hash of a line}
+                repeat = Repeat(study=fields['study'], entry=fields['entry'])
                 # The last declaration of each repeated study counts.
-                repeat = Repeat(study=repeated['study'], entry=repeated['entry'])
                 declared_by_study[repeat.study] = repeat
         retrospective = [_retrospective_repeat(entry) for entry in self._entries_of(REPEATS)]
         return (*declared_by_study.values(), *retrospective)
@@ -203,9 +203,9 @@ def read(path: Path) -> Ledger:
         except ValueError as error:
             raise ReportError(f'{path}, line {number} is damaged ({error}); {ADVICE}') from error
 
-        is_unchanged = entry['hash'] == digest_of_entry(entry)
-        is_whole = line.endswith(b'\n')
-        if not (is_unchanged and is_whole):
+        has_right_hash = entry['hash'] == digest_of_entry(entry)
+        is_cut_off = not line.endswith(b'\n')
+        if is_cut_off or not has_right_hash:
             raise ReportError(
                 f'{path}, line {number} was edited: its hash does not match; {ADVICE}'
             )
@@ -215,7 +215,8 @@ def read(path: Path) -> Ledger:
         previous_hash = entry['hash']
         entries.append(entry)
 
-    if not entries or entries[0]['event'] != DECLARED:
+    declares_study = bool(entries) and entries[0]['event'] == DECLARED
+    if not declares_study:  # a missing file has no lines
         raise ReportError(f'{path} does not exist, or declares no study; {ADVICE}')
     return Ledger(tuple(entries))
 
@@ -226,11 +227,11 @@ def append(path: Path, event: str, **data: Any) -> None:
     Raises:
         ReportError: The ledger is damaged.
     """
-    lines = b''
+    earlier_lines = b''
     previous_hash = None
     if path.exists():
         previous_hash = read(path).last
-        lines = read_whole(path)
+        earlier_lines = read_whole(path)
     entry = {
         'event': event,
         'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
@@ -239,7 +240,7 @@ def append(path: Path, event: str, **data: Any) -> None:
     }
     entry['hash'] = digest_of_entry(entry)
     line = json.dumps(entry).encode() + b'\n'
-    write_atomic(path, lines + line)
+    write_atomic(path, earlier_lines + line)
 
 
 def declare(
@@ -256,16 +257,17 @@ def declare(
             'entry': hash of the last line of its ledger}.
     """
     path = directory / NAME
-    common_fields = {'declaration': declaration_digest(declared), 'family': _family(declared)}
+    declaration = declaration_digest(declared)
+    common_fields = {'declaration': declaration, 'family': _count_compared_arms(declared)}
     if path.exists():
         ledger = read(path)
-        if ledger.declaration == declaration_digest(declared):
+        if ledger.declaration == declaration:  # nothing has changed
             return
         added_arms = [arm for arm in declared['arms'] if arm_key(arm) not in ledger.arms]
         if added_arms:
             # After a look at verdicts, the results may have led to these arms.
             has_looked = ledger.first_look is not None
-            has_verdicts = declared['tuning'] is not None
+            has_verdicts = declared['tuning'] is not None  # untuned arms get no verdicts
             is_post_hoc = has_looked and has_verdicts
             append(path, ARMS_ADDED, arms=added_arms, post_hoc=is_post_hoc, **common_fields)
             return
@@ -276,15 +278,15 @@ def declare(
     append(path, DECLARED, **common_fields, **fields, post_hoc=False)
 
 
-def _family(declared: Mapping[str, Any]) -> int:
+def _count_compared_arms(declared: Mapping[str, Any]) -> int:
     """Counts the arms in study.json that are compared with the baseline."""
-    family = 0
+    num_compared = 0
     for arm in declared['arms']:
         is_control = arm['control'] is not None
         is_baseline = arm['variant'] == declared['baseline']
         if not is_control and not is_baseline:
-            family += 1
-    return family
+            num_compared += 1
+    return num_compared
 
 
 def record_look(directory: Path, logs: Files | None = None) -> bool:
@@ -310,14 +312,13 @@ def record_look(directory: Path, logs: Files | None = None) -> bool:
 
     # Check before locking, because locking creates a file, even in a copy of a study.
     ledger = read(path)
-    if files == ledger.looked_files:
-        return False
-    if ledger.altered(runs):
+    is_unchanged = files == ledger.looked_files
+    if is_unchanged or ledger.altered(runs):
         return False
 
     with locked(directory / 'lock'):
-        # Another process may have recorded this look before the lock was taken.
         ledger = read(path)
+        # Another process may have recorded this look before the lock was taken.
         if files != ledger.looked_files:
             earlier_looks = [entry for entry in ledger.entries if entry['event'] == LOOKED]
             append(path, LOOKED, look=len(earlier_looks) + 1, files=files, runs=runs)

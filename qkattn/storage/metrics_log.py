@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Prefix:
-    """Size, checksum and last step of the first lines of a log."""
+    """The first lines of a log: their number, size, checksum and last step."""
 
     num_lines: int = 0
     size: int = 0  # in bytes
@@ -75,20 +75,21 @@ def read_metrics(path: str | os.PathLike | Readable) -> list[dict[str, Any]]:
 def _read_records(
     path: Readable, after: _Prefix = _Prefix()
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yields (record, line) for each line after the prefix `after`, without a partial last line.
+    """Yields (record, line) for each line of a log, without a partial last line.
 
-    Raises RunDirectoryError if any other line is damaged or its step is out of order.
+    The first lines, which `after` describes, are skipped. Raises RunDirectoryError if another line
+    is damaged or its step is out of order.
     """
     last_step = -math.inf if after.last_step is None else after.last_step
     line_number = after.num_lines
     with _open_to_read(path) as file:
-        file.seek(after.size)
+        file.seek(after.size)  # the first lines have this many bytes
         line = next(file, None)
         while line is not None:
             line_number += 1
             next_line = next(file, None)  # read ahead to recognize the last line
             is_last = next_line is None
-            if is_last and not _is_complete(line):
+            if is_last and not _is_complete_record(line):
                 return
 
             record = _parse_record(path, line_number, line)
@@ -118,7 +119,7 @@ def _open_file(path: Readable) -> IO[bytes]:
     return io.BytesIO(path.read_bytes())
 
 
-def _is_complete(line: bytes) -> bool:
+def _is_complete_record(line: bytes) -> bool:
     """Whether a line ends in a newline and holds a JSON object, so that no crash cut it short."""
     try:
         return line.endswith(b'\n') and isinstance(parse_json(line), dict)
@@ -146,7 +147,7 @@ def _damaged_line(path: Readable, line_number: int, reason: object) -> RunDirect
 
 
 def _complete_lines(path: Readable, limit: int | None = None) -> _Prefix:
-    """Returns the prefix of a log that ends with its last complete line.
+    """Returns number, size, checksum and last step of the complete lines of a log.
 
     `limit` is the maximum number of lines. Only the last complete line is parsed, to be fast;
     raises RunDirectoryError if this line is damaged.
@@ -155,11 +156,11 @@ def _complete_lines(path: Readable, limit: int | None = None) -> _Prefix:
     size = 0
     crc32 = 0
     last_line = b''
-    ends_without_newline = False
+    has_partial_line = False
     with _open_to_read(path) as file:
         for line in itertools.islice(file, limit):
             if not line.endswith(b'\n'):
-                ends_without_newline = True
+                has_partial_line = True
                 break
             last_line = line
             num_lines += 1
@@ -168,12 +169,12 @@ def _complete_lines(path: Readable, limit: int | None = None) -> _Prefix:
     if num_lines == 0:
         return _Prefix()
 
-    # A crash can also leave a last line that ends in a newline but is no record.
-    is_last_of_log = limit is None and not ends_without_newline
-    if is_last_of_log and not _is_complete(last_line):
+    # A crash can also leave a last line that ends in a newline but is no record. Do not count it.
+    is_last_of_log = limit is None and not has_partial_line
+    if is_last_of_log and not _is_complete_record(last_line):
         return _complete_lines(path, limit=num_lines - 1)
     last_record = _parse_record(path, num_lines, last_line)
-    return _Prefix(num_lines, size, crc32, last_step=last_record['step'])
+    return _Prefix(num_lines=num_lines, size=size, crc32=crc32, last_step=last_record['step'])
 
 
 def _open_to_append(path: Path) -> Any:
@@ -183,7 +184,7 @@ def _open_to_append(path: Path) -> Any:
     """
     if not buckets.is_url(path):
         with disk_errors(path):
-            return open(path, 'a+b', buffering=0, opener=in_place)
+            return open(path, 'a+b', buffering=0, opener=in_place)  # refuses a link
     if not path.exists():
         return io.BytesIO()
     with read_errors(path):
@@ -210,9 +211,8 @@ class MetricsFile:
         except OSError as error:
             raise damaged_file_error(self.path, error) from error
 
-        # The valid lines. Anything after them in the file is part of a line.
-        self._kept = _Prefix()
-        self.flush()  # creates the log if it is in a bucket
+        self._sync()  # creates the log if it is in a bucket
+        # Describes the complete lines. Anything after them in the file is part of a line.
         self._kept = _complete_lines(self.path)
 
     @property
@@ -236,10 +236,10 @@ class MetricsFile:
         line = json.dumps(with_checksum(values), allow_nan=False).encode() + b'\n'
 
         with disk_errors(self.path):
-            self._remove_rest()  # a partial line left by a crash
+            self._truncate_after_kept()  # removes a partial line left by a crash
             num_written = self._file.write(line)
             if num_written != len(line):  # the disk is full
-                self._remove_rest()
+                self._truncate_after_kept()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._kept = self._kept.with_line(line, values['step'])
 
@@ -252,18 +252,13 @@ class MetricsFile:
         Raises:
             DiskError: The disk fails.
         """
-        if buckets.is_url(self.path):
-            content = self._file.getvalue()  # the file is an io.BytesIO
-            write_atomic(self.path, content)
-        else:
-            with disk_errors(self.path):
-                os.fsync(self._file.fileno())
+        self._sync()
         return {'lines': self._kept.num_lines, 'crc32': self._kept.crc32}
 
     def check(self) -> None:
         """Raises RunDirectoryError if the file differs from what was written."""
         written = self.flush()
-        self._require_lines(written)
+        self._require_written_lines(written)
 
     def rewind(
         self, step: int, *, evaluated: bool = True, written: Mapping[str, Any] | None = None
@@ -284,9 +279,9 @@ class MetricsFile:
         if written is None:
             self._kept = self._lines_until(step, evaluated)
         else:
-            self._kept = self._require_lines(written)
-        self._warn_of_damaged_rest()
-        self._remove_rest()
+            self._kept = self._require_written_lines(written)
+        self._warn_of_damage_after_kept()
+        self._truncate_after_kept()
 
     def close(self) -> None:
         """Flushes and closes the file; a second call does nothing."""
@@ -296,8 +291,17 @@ class MetricsFile:
             finally:
                 self._file.close()
 
-    def _require_lines(self, written: Mapping[str, Any]) -> _Prefix:
-        """Returns the prefix of the file that `flush` described as `written`.
+    def _sync(self) -> None:
+        """Syncs the file to the disk or bucket."""
+        if buckets.is_url(self.path):
+            content = self._file.getvalue()  # the file is an io.BytesIO
+            write_atomic(self.path, content)
+        else:
+            with disk_errors(self.path):
+                os.fsync(self._file.fileno())
+
+    def _require_written_lines(self, written: Mapping[str, Any]) -> _Prefix:
+        """Returns the first lines of the file, those that `flush` described as `written`.
 
         Raises RunDirectoryError if the file starts with other lines.
         """
@@ -305,13 +309,13 @@ class MetricsFile:
         # If the checksum matches, the lines need not be parsed. An error is ignored, because
         # `_read_records` below reports it with the first damaged line.
         with contextlib.suppress(RunDirectoryError):
-            prefix = _complete_lines(self.path, num_written)
+            prefix = _complete_lines(self.path, limit=num_written)
             has_all_lines = prefix.num_lines == num_written
             is_unchanged = prefix.crc32 == written['crc32']
             if has_all_lines and is_unchanged:
                 return prefix
 
-        # Raises at the first damaged line. Otherwise, lines are missing or have changed.
+        # Reading raises at the first damaged line. Otherwise, lines are missing or have changed.
         records = itertools.islice(_read_records(self.path), num_written)
         num_intact = sum(1 for _ in records)
         raise RunDirectoryError(
@@ -320,7 +324,7 @@ class MetricsFile:
         )
 
     def _lines_until(self, step: int, evaluated: bool) -> _Prefix:
-        """Returns the prefix that ends with the last record that a resumed run does not repeat.
+        """Returns the lines up to the last record that a resumed run does not repeat.
 
         A run resumed at `step` repeats later records. At `step` itself, it repeats the final record
         and, if `evaluated` is false, the evaluation.
@@ -340,7 +344,7 @@ class MetricsFile:
                 prefix_to_keep = prefix
         return prefix_to_keep
 
-    def _warn_of_damaged_rest(self) -> None:
+    def _warn_of_damage_after_kept(self) -> None:
         """Logs a warning if a line after the kept lines is damaged."""
         try:
             for _ in _read_records(self.path, after=self._kept):
@@ -353,7 +357,7 @@ class MetricsFile:
                 self._kept.num_lines + 1,
             )
 
-    def _remove_rest(self) -> None:
+    def _truncate_after_kept(self) -> None:
         """Truncates the file after the kept lines."""
         file_size = self._file.seek(0, os.SEEK_END)
         if file_size > self._kept.size:

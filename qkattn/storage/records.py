@@ -78,7 +78,7 @@ ARM_KEY = {'variant': str, 'size': str, 'corpus': str, 'control': str | None}
 # description, reports need not import the modules of these metrics.
 OUTSIDE = 'outside_metrics'
 # The fields of `Metric` in this description.
-_DESCRIBED = (
+_DESCRIBED_FIELDS = (
     'role',
     'description',
     'label',
@@ -111,7 +111,7 @@ def to_jsonable(value: Any) -> Any:
     Raises:
         TypeError: The type has no JSON form.
     """
-    if hasattr(value, '__array__'):
+    if hasattr(value, '__array__'):  # an array or number of NumPy or JAX
         value = np.asarray(value).tolist()
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -119,7 +119,7 @@ def to_jsonable(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # an instance, no class
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(name): to_jsonable(item) for name, item in value.items()}
@@ -159,7 +159,7 @@ def read_json(path: str | os.PathLike | Readable, schema: Any, advice: str = ADV
 
     Args:
         path: The file.
-        schema: The schema of its content (see the module docstring).
+        schema: The schema of its content, as `check` takes it, such as {'seed': int}.
         advice: What the user can do about a damaged file; the end of the error message.
 
     Raises:
@@ -211,7 +211,7 @@ def read_lines(
 
     Args:
         path: The file.
-        schema: The schema of each record (see the module docstring).
+        schema: The schema of each record, as `check` takes it, such as {'seed': int}.
         advice: What the user can do about a damaged file; the end of the error message.
         take: Called with each record; may raise ValueError to reject the record.
 
@@ -253,7 +253,8 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
     Raises:
         RunDirectoryError: The file is damaged, or has the results of another run.
     """
-    results = read_json(path, [{}], _RESULT_ADVICE)
+    any_objects = [{}]  # a schema; `check_result` checks the fields
+    results = read_json(path, any_objects, _RESULT_ADVICE)
     config_hash = fingerprint(config)
     try:
         for result in results:
@@ -286,12 +287,13 @@ def check_result(record: Any) -> None:
     """
     check(record, RESULT)
 
-    # Metrics and the fields in _OPTIONAL may be null. Only losses are required.
-    required = _loss_fields()
+    # Metrics and the fields in _OPTIONAL, such as 'diverged_at', may be null. Except for losses,
+    # they may also be missing.
+    required_names = _loss_fields()
+    type_by_name = metric_fields(record) | _OPTIONAL
     schema = {}
-    type_by_field = metric_fields(record) | _OPTIONAL
-    for name, field_type in type_by_field.items():
-        if name in record or name in required:
+    for name, field_type in type_by_name.items():
+        if name in record or name in required_names:
             schema[name] = field_type | None
     check(record, schema)
 
@@ -324,16 +326,19 @@ def metrics_of(result: Mapping[str, Any]) -> Mapping[str, Metric]:
 
 
 def corpora_of(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the corpora on which a result was also evaluated (`data.evaluate`).
+    """Returns the names of the further corpora on which a run was evaluated.
+
+    For the result {'data': {'evaluate': {'wikitext': {...}}, ...}, ...}, they are ('wikitext',).
 
     Raises:
-        ValueError: The field is damaged.
+        ValueError: The result has other than {name: description} in this place.
     """
     data = result.get('data')
-    if not isinstance(data, dict) or CORPORA not in data:
+    if not isinstance(data, dict) or CORPORA not in data:  # there are no further corpora
         return ()
     check(data, {CORPORA: dict})
-    return tuple(data[CORPORA])
+    description_by_name = data[CORPORA]
+    return tuple(description_by_name)
 
 
 def metric_fields(result: Mapping[str, Any]) -> dict[str, type]:
@@ -357,12 +362,12 @@ def describe_outside_metrics(metrics: Mapping[str, Metric]) -> dict[str, dict[st
     """
     descriptions = {}
     for name, metric in outside(metrics).items():
-        descriptions[name] = {field: getattr(metric, field) for field in _DESCRIBED}
+        descriptions[name] = {field: getattr(metric, field) for field in _DESCRIBED_FIELDS}
     if not descriptions:
         return {}
     result_field = to_jsonable({OUTSIDE: descriptions})
     try:
-        metrics_of(result_field)
+        metrics_of(result_field)  # raises if a description is not valid
     except ValueError as error:
         raise ConfigError(f'train.metrics: {error}') from error
     return result_field
@@ -481,7 +486,7 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
         fits_value = _fits(value_type)
         return lambda value: isinstance(value, dict) and all(map(fits_value, value.values()))
 
-    types_in_json = _TYPES.get(origin, (origin,))
+    types_in_json = _TYPES.get(origin, (origin,))  # (int, float) for float, else the type itself
 
     def fits_plain_type(value: Any) -> bool:
         if isinstance(value, bool):  # a bool is also an int for `isinstance`

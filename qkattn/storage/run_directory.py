@@ -81,12 +81,13 @@ class RunDirectory(contextlib.ExitStack):
         directory = make_directory(path)
         require_no_links(directory)
         try:
+            # `lost` is a function that returns whether another process has taken the lock.
             self.lost = self.enter_context(locked(directory / 'lock', wait=False))
             remove_unfinished(directory)
             _check_config(directory, config)
             _record_start(directory, config)
             self.metrics = MetricsFile(directory / 'metrics.jsonl')
-            self.callback(self._close_metrics)
+            self.callback(self._close_metrics)  # called by `close`
         except BlockingIOError as error:  # from `locked`, with the holder's name
             raise InUseError(
                 f'workdir={directory} is in use by {error}; wait for it, stop it, or give another'
@@ -138,9 +139,9 @@ def _require_same_config(path: Path, config: Config) -> None:
     stored = _read_config(path)
     if fingerprint(stored) == fingerprint(config):
         return
-    # With equal machine settings, the error does not list them.
-    comparable = with_machine_of(config, stored)
-    changes = differences(dataclasses.asdict(stored), dataclasses.asdict(comparable))
+    # With the stored machine settings, the differences below do not list them.
+    config_to_compare = with_machine_of(config, stored)
+    changes = differences(dataclasses.asdict(stored), dataclasses.asdict(config_to_compare))
     change_lines = '\n  '.join(changes)
     raise ConfigError(
         f'workdir={path.parent} holds a run with another configuration:\n  {change_lines}\n'

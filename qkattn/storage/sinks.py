@@ -65,8 +65,8 @@ class TensorBoard:
         `step` is the number of steps done before this start.
         """
         package = load_extra(self.package, 'tensorboard')
-        self._scalar = package.summary.scalar
-        self._event = package.event_file_writer.event_pb2.Event
+        self._make_summary = package.summary.scalar
+        self._make_event = package.event_file_writer.event_pb2.Event
         # EventsWriter instead of SummaryWriter, which loses queued events if the process is killed.
         events_writer = package.event_file_writer.EventsWriter
         self._writers = []
@@ -75,11 +75,11 @@ class TensorBoard:
             if name:  # empty for a single trial
                 path = join_without_links(path, name)
             path.mkdir(parents=True, exist_ok=True)
-            # The file name ends in the time in seconds and this suffix, so that two starts within a
-            # second differ.
+            # The name of the file ends in the time in seconds and this suffix, so that two starts
+            # within a second have different files.
             writer = events_writer(str(path / 'events'), f'.{step}')
             # This event makes TensorBoard drop later steps that an earlier start has written.
-            session_start = self._event(step=step + 1, session_log={'status': _SESSION_START})
+            session_start = self._make_event(step=step + 1, session_log={'status': _SESSION_START})
             writer.write_event(session_start)
             self._writers.append(writer)
 
@@ -87,8 +87,8 @@ class TensorBoard:
         now = time.time()
         for trial, writer in enumerate(self._writers):
             for name, value_X in values.items():
-                summary = self._scalar(name, float(value_X[trial]))
-                event = self._event(wall_time=now, step=step, summary=summary)
+                summary = self._make_summary(name, float(value_X[trial]))
+                event = self._make_event(wall_time=now, step=step, summary=summary)
                 writer.write_event(event)
             writer.flush()
 
@@ -146,36 +146,40 @@ class Sinks:
     """The open sinks of a run; a sink that fails is dropped."""
 
     def __init__(self, config: Config, directory: Path):
-        """Checks the sinks of `train.sinks` without opening them.
+        """Prepares the sinks of `train.sinks`, which `open` opens.
 
         Raises:
             ConfigError: The directory is in a bucket, and 'tensorboard' or 'wandb' is a sink.
         """
-        names = {_without_options(entry) for entry in config.train.sinks}
-        built_in_names = sorted(names & SINKS.keys())
+        built_in_names = set()
+        for entry in config.train.sinks:  # such as 'wandb(project="x")'
+            name = _without_options(entry)
+            if name in SINKS:  # 'tensorboard' or 'wandb'
+                built_in_names.add(name)
         # The built-in sinks can only write to a file system.
-        if buckets.is_url(directory) and built_in_names:
+        if built_in_names and buckets.is_url(directory):
+            names = ', '.join(sorted(built_in_names))
             raise ConfigError(
-                f'train.sinks: {", ".join(built_in_names)} cannot write to workdir={directory}; '
+                f'train.sinks: {names} cannot write to workdir={directory}; '
                 'leave sinks out, or give a directory on a file system'
             )
         self._config = config
         self._directory = directory
-        self._open: dict[str, Any] = {}  # by entry of `train.sinks`
+        self._open_sinks: dict[str, Any] = {}  # by entry of `train.sinks`
 
     def open(self, step: int) -> None:
         """Opens the sinks of `train.sinks`; `step` is the number of steps done."""
         for entry in self._config.train.sinks:
             with self._drop_on_error(entry):
                 cls, options = _resolve(entry)
-                self._open[entry] = cls(self._directory, self._config, step, **options)
+                self._open_sinks[entry] = cls(self._directory, self._config, step, **options)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Writes the numbers in a record of metrics.jsonl to every sink.
 
         For two trials, {'kind': 'train', 'loss': [3.1, 3.2], 'mfu': 0.4} becomes
         {'train/loss': [3.1, 3.2], 'train/mfu': [0.4, 0.4]}. Strings, trial settings, and single
-        numbers other than speeds are ignored.
+        numbers other than the metrics in SPEEDS are ignored.
         """
         num_trials = len(self._config.trials.trials())
         values = {}
@@ -183,19 +187,19 @@ class Sinks:
             if name == 'trials':  # trial settings
                 continue
             label = f'{record["kind"]}/{name}'  # such as 'train/loss'
-            is_list = np.ndim(value) == 1
-            if name in SPEEDS:
+            is_by_trial = np.ndim(value) == 1
+            if name in SPEEDS:  # such as 'mfu': one number, the same for all trials
                 values[label] = np.full(num_trials, value)
-            elif is_list and not any(isinstance(item, str) for item in value):
+            elif is_by_trial and not any(isinstance(item, str) for item in value):
                 values[label] = np.array(value, np.float64)
 
-        open_sinks = list(self._open.items())  # a copy, because failed sinks are removed
+        open_sinks = list(self._open_sinks.items())  # a copy, because failed sinks are removed
         for entry, sink in open_sinks:
             with self._drop_on_error(entry):
                 sink.write(record['step'], values)
 
     def close(self) -> None:
-        open_sinks = list(self._open.items())  # a copy, because failed sinks are removed
+        open_sinks = list(self._open_sinks.items())  # a copy, because failed sinks are removed
         for entry, sink in open_sinks:
             with self._drop_on_error(entry):
                 sink.close()
@@ -206,7 +210,7 @@ class Sinks:
         try:
             yield
         except Exception as error:
-            self._open.pop(entry, None)
+            self._open_sinks.pop(entry, None)
             error_name = type(error).__name__
             log.warning(
                 'sink %s failed, and the run continues without it: %s: %s', entry, error_name, error
@@ -225,6 +229,7 @@ def _resolve(entry: str) -> tuple[Any, dict[str, Any]]:
     'wandb(project="x")' gives (WandB, {'project': 'x'}).
     """
     requirement = 'a class of (directory, config, step) with write and close'
+    # An entry names a built-in sink in SINKS, or a class by its import path.
     cls, options = resolve(entry, SINKS, 'train.sinks', needs=requirement, is_valid=_is_sink)
     name = _without_options(entry)
     if name in SINKS:
