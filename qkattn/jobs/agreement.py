@@ -55,15 +55,18 @@ def gather_from_processes(value: Any, *, limit: float = LIMIT) -> list[Any]:
     if client() is None:  # a job of one process
         return [json.loads(text)]
 
-    key = f'qkattn/agreed/{next(_call_numbers)}'
+    call_number = next(_call_numbers)  # the same in all processes
+    key = f'qkattn/agreed/{call_number}'
     rank = distributed.global_state.process_id
     if rank == 0:
         answer = _collect(key, value, limit)
     else:
         client().key_value_set(f'{key}/{rank}', text)
+        answer = {'missing': [0]}  # after a timeout
         # Process 0 may arrive `limit` seconds later than this process, and wait `limit` seconds.
         answer_text = _wait_for_key(f'{key}/all', 2 * limit + _GRACE)
-        answer = {'missing': [0]} if answer_text is None else json.loads(answer_text)
+        if answer_text is not None:
+            answer = json.loads(answer_text)
 
     missing_ranks = answer['missing']
     if missing_ranks:
@@ -120,7 +123,8 @@ def call_in_process_0(call: Callable[[], Any]) -> Any:
         ProcessError: Process 0 takes longer than OWNER_LIMIT seconds.
     """
     if not is_process_0():
-        message = gather_from_processes(None, limit=OWNER_LIMIT)[0]  # from process 0
+        messages = gather_from_processes(None, limit=OWNER_LIMIT)
+        message = messages[0]  # of process 0: {'value': ...} or {'error': class, 'text': ...}
         if 'error' in message:
             error_class = getattr(errors, message['error'])
             raise error_class(message['text'])
@@ -134,12 +138,12 @@ def call_in_process_0(call: Callable[[], Any]) -> Any:
         if class_name is None:
             class_name = 'ProcessError'
             text = f'process 0 raised {type(error).__name__}: {error}'
-        # A ProcessError about a missing process would hide the error of `call`.
+        # A ProcessError about a missing process would hide the error of `call`, raised below.
         with contextlib.suppress(ProcessError):
             gather_from_processes({'error': class_name, 'text': text})
         raise
-    message = gather_from_processes({'value': value}, limit=OWNER_LIMIT)[0]
-    return message['value']
+    messages = gather_from_processes({'value': value}, limit=OWNER_LIMIT)
+    return messages[0]['value']  # a JSON value, as in the other processes
 
 
 def _name_in_qkattn(error: Exception) -> str | None:

@@ -76,7 +76,7 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
                 stdout = sys.stdout if agreement.is_process_0() else devnull
                 with contextlib.redirect_stdout(stdout):
                     main()
-            # Other processes may still exchange messages with this process.
+            # Until all processes are here, they may need this process for messages.
             agreement.barrier('the end', limit=agreement.OWNER_LIMIT)
         except BaseException as error:
             _end_job(error)
@@ -86,11 +86,12 @@ def in_job(main: Callable[[], None]) -> Callable[[], None]:
 
 def _end_job(error: BaseException) -> NoReturn:
     """Ends all processes of the job after an error in this process."""
-    outcome = cli.outcome(error)
+    outcome = cli.outcome(error)  # the exit code and the sentence to print
     if outcome is None:  # an unexpected error, such as a bug
         outcome = cli.Outcome(f'{type(error).__name__}: {error}', EXIT_CRASH)
     if outcome.code == EXIT_CRASH:
         traceback.print_exc()
+
     # An XLA error mostly means that another process has died. Within HEARTBEAT seconds, jax ends
     # this process with a better message, which names the dead process.
     if _is_from_xla(error):
@@ -139,9 +140,10 @@ def _require_port(job: Job) -> None:
     """Raises ProcessError if the coordinator's port is in use; jax itself would crash."""
     _, _, port_text = str(job.coordinator).rpartition(':')
     port = int(port_text)
-    # jax listens on `bind_address`, else on all addresses, here ''.
+    # Without a bind address, jax listens on all addresses, here ''.
     host = '' if bind_address(job) is None else _host(job)
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    is_ipv6 = ':' in host
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family)
         server.close()

@@ -98,7 +98,7 @@ class Child:
         with contextlib.suppress(BlockingIOError):  # raised when there is no output to read
             while part := os.read(self.output, _PART_SIZE):
                 output += part
-        *lines, self._incomplete_line = output.split(b'\n')
+        *lines, self._incomplete_line = output.split(b'\n')  # b'' if the output ends a line
         if last and self._incomplete_line:
             lines.append(self._incomplete_line)
         return [line.decode(errors='replace').rstrip('\r') for line in lines]

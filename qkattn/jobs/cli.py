@@ -174,7 +174,7 @@ class _ConfigParser(ConfigFileFlagParser):
         absl_log = absl.logging.get_absl_logger()
         try:
             if os.path.exists(file) and not os.path.isdir(file):
-                require_regular(file)
+                require_regular(file)  # raises UnsuitableFileError for a pipe
             absl_log.disabled = True
             returned = super().parse(f'{file}{colon}{argument}')  # runs the file and get_config()
             return _config_dict(returned)
@@ -183,7 +183,7 @@ class _ConfigParser(ConfigFileFlagParser):
         except UnsuitableFileError as error:
             raise ValueError(f'{error}; give a Python file') from error
         except Exception as error:
-            line = _last_line_that_ran(file, error)
+            line = _last_line_that_ran(file, error)  # None if no line of the file ran
             if line is not None:  # the code of the file has failed
                 error_name = type(error).__name__
                 raise ValueError(f'line {line}: {error_name}: {error}') from error
@@ -293,7 +293,7 @@ def define_config(kind: Kind) -> flags.FlagHolder:
         'settings; the defaults are those of a config that does not set them.',
         lock_config=True,
     )
-    flags.FLAGS['config'].parser = _ConfigParser(kind)
+    flags.FLAGS['config'].parser = _ConfigParser(kind)  # accepts names besides files
     return holder
 
 
@@ -318,8 +318,8 @@ def read_config(flag: flags.FlagHolder) -> Any:
         last_line = str(error).strip().splitlines()[-1]
         reason = last_line.strip()
         names = list(shipped_configs())
-        path_without_argument = path.partition(':')[0]
-        hint = _did_you_mean('--config=', path_without_argument, names)
+        name, _, _ = path.partition(':')  # 'claims/lm_sharing' of 'claims/lm_sharing:cpu'
+        hint = _did_you_mean('--config=', name, names)
         raise ConfigError(
             f'--config={path} cannot be loaded: {reason}; configs that come with qkattn are '
             f'{", ".join(names)}{hint}'
@@ -465,10 +465,10 @@ def run(main: Callable[[], None], positional: flags.FlagHolder | None = None) ->
             with exit_if_reader_gone():
                 main()
         except Exception as error:
-            expected = outcome(error)
-            if expected is None:  # an unexpected error, such as a bug
+            ending = outcome(error)
+            if ending is None:  # an unexpected error, such as a bug
                 raise
-            exit_with(expected.sentence, expected.code)
+            exit_with(ending.sentence, ending.code)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would print a traceback
             script_name = _script_name(Path(script_globals['__file__']))
@@ -507,19 +507,15 @@ def _describe_malformed(error: BaseException, kind: Kind | None) -> str:
     lines = message.splitlines()
     sentence = lines[0]  # of the error; replaced below for known mistakes
 
-    # An unknown setting, such as --config.train.sed=1.
     if kind is not None:
+        # An unknown setting, such as --config.train.sed=1.
         unknown_field = _describe_unknown_field(sys.argv[1:], kind)
         if unknown_field is not None:
             return unknown_field
-
-    # A value of a wrong type, such as --config.train.seed=x.
-    override = _WRONG_OVERRIDE.match(sentence)
-    if override is not None and kind is not None:
-        name, value = override.groups()
-        field = settings(kind).get(name)
-        if field is not None:
-            return f'--config.{name}={value} must be {_describe_valid_values(field)}'
+        # A value of a wrong type, such as --config.train.seed=x.
+        wrong_value = _describe_wrong_value(sentence, kind)
+        if wrong_value is not None:
+            return wrong_value
 
     # ml_collections imports the config file as a module named config_config.
     if "'config_config' has no attribute 'get_config'" in sentence:
@@ -545,14 +541,30 @@ def _describe_unknown_field(arguments: Sequence[str], kind: Kind) -> str | None:
     fields = settings(kind)  # by name, such as 'model.d_model'
     sections = {name.rpartition('.')[0] for name in fields}  # such as 'model'
     for argument in arguments:
-        override = _OVERRIDE.match(argument)
+        override = _OVERRIDE.match(argument)  # such as '--config.model.d_model=3'
         if override is None:
             continue
-        name = override[1]
+        name = override[1]  # 'model.d_model'
         if name not in fields and name not in sections:
             hint = _did_you_mean('--config.', name, fields)
             return f'unknown field --config.{name}{hint} (--help lists all fields)'
     return None
+
+
+def _describe_wrong_value(absl_message: str, kind: Kind) -> str | None:
+    """Returns an error message for an override whose value has a wrong type.
+
+    For example, '--config.train.num_steps=x must be int, at least 1 and below 2**31' for absl's
+    message 'flag --config.train.num_steps=x: ...'. Returns None for any other message.
+    """
+    override = _WRONG_OVERRIDE.match(absl_message)
+    if override is None:
+        return None
+    name, value = override.groups()  # 'train.num_steps' and 'x'
+    field = settings(kind).get(name)
+    if field is None:
+        return None
+    return f'--config.{name}={value} must be {_describe_valid_values(field)}'
 
 
 class Outcome(NamedTuple):

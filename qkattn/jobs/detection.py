@@ -14,7 +14,9 @@ from qkattn.jobs import machine
 
 # The variables that describe a job without an engine. With an engine, ADDRESS may be set alone.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
-TRIPLE = (ADDRESS, 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID')
+_COUNT = 'JAX_NUM_PROCESSES'
+_RANK = 'JAX_PROCESS_ID'
+TRIPLE = (ADDRESS, _COUNT, _RANK)
 # The variable for the coordinator's port in a job of an engine.
 PORT = 'JAX_COORDINATOR_PORT'
 # jax's private classes that read the variables of an engine. The public way,
@@ -69,26 +71,15 @@ def detect() -> Job:
     Raises:
         ConfigError: Variables are incomplete or malformed.
     """
-    _, count_name, rank_name = TRIPLE
-    if count_name in os.environ or rank_name in os.environ:
-        missing = [name for name in TRIPLE if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f'{" and ".join(missing)} must be set, too: a job is described by '
-                f'{", ".join(TRIPLE)} together, or by its engine alone'
-            )
-        count = os.environ[count_name]
-        rank = os.environ[rank_name]
-        if not (count.isdecimal() and rank.isdecimal()):
-            raise ConfigError(f'{count_name}={count!r} and {rank_name}={rank!r} must be integers')
-        return Job(int(count), int(rank), 'explicit', os.environ[ADDRESS])
+    if _COUNT in os.environ or _RANK in os.environ:
+        return _job_of_triple()
 
     for engine, cluster in ENGINES.items():
         try:
             job = _job_of_engine(engine, cluster)
         except ConfigError:
             raise
-        except (KeyError, ValueError, RuntimeError, OSError) as error:
+        except (KeyError, ValueError, RuntimeError, OSError) as error:  # raised by jax's classes
             raise ConfigError(
                 f'the variables of {engine} are incomplete or malformed ({error!r}); set '
                 f'{ADDRESS}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
@@ -97,8 +88,31 @@ def detect() -> Job:
             return job
 
     if ADDRESS in os.environ:
-        raise ConfigError(f'{ADDRESS} is set, but not {count_name} and {rank_name}')
-    return Job()
+        raise ConfigError(f'{ADDRESS} is set, but not {_COUNT} and {_RANK}')
+    return Job()  # of one process
+
+
+def _job_of_triple() -> Job:
+    """Returns the job that the three variables of TRIPLE describe.
+
+    Raises ConfigError if a variable is missing or not a number.
+    """
+    missing = [name for name in TRIPLE if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f'{" and ".join(missing)} must be set, too: a job is described by '
+            f'{", ".join(TRIPLE)} together, or by its engine alone'
+        )
+    count = os.environ[_COUNT]
+    rank = os.environ[_RANK]
+    if not (count.isdecimal() and rank.isdecimal()):
+        raise ConfigError(f'{_COUNT}={count!r} and {_RANK}={rank!r} must be integers')
+    return Job(
+        num_processes=int(count),
+        process_id=int(rank),
+        engine='explicit',
+        coordinator=os.environ[ADDRESS],
+    )
 
 
 def connect_seconds() -> int:
@@ -121,7 +135,7 @@ def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
     """
     is_tpu_engine = cluster not in (OmpiCluster, SlurmCluster)
     platforms = os.environ.get('JAX_PLATFORMS')
-    may_use_tpus = not platforms or 'tpu' in platforms  # jax takes '' for all platforms
+    may_use_tpus = not platforms or 'tpu' in platforms  # None and '' allow all platforms
     if is_tpu_engine and not may_use_tpus:
         return None
     if not cluster.is_env_present():
@@ -138,8 +152,13 @@ def _job_of_engine(engine: str, cluster: type[ClusterEnv]) -> Job | None:
     address = os.environ.get(ADDRESS)
     if address is None:
         address = cluster.get_coordinator_address(connect_seconds(), os.environ.get(PORT))
-    gpus = _gpus(engine, num_processes)
-    return Job(num_processes, rank, engine, address, local_device_ids=gpus)
+    return Job(
+        num_processes=num_processes,
+        process_id=rank,
+        engine=engine,
+        coordinator=address,
+        local_device_ids=_gpus(engine, num_processes),
+    )
 
 
 def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
@@ -170,13 +189,7 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
     # Slurm and Open MPI call processes tasks.
     if engine == 'slurm':
         rank_on_node = int(os.environ['SLURM_LOCALID'])
-        num_nodes = int(os.environ['SLURM_STEP_NUM_NODES'])
-        if num_processes % num_nodes != 0:
-            raise ConfigError(
-                f'{num_processes} tasks with GPUs on {num_nodes} nodes: the nodes have different '
-                'numbers of tasks; set --ntasks-per-node, the same number for every node'
-            )
-        tasks_on_node = num_processes // num_nodes
+        tasks_on_node = _count_slurm_tasks_on_node(num_processes)
         gpus_on_node = int(os.environ.get('SLURM_GPUS_ON_NODE', num_visible))
     elif engine == 'openmpi':
         rank_on_node = int(os.environ['OMPI_COMM_WORLD_LOCAL_RANK'])
@@ -198,3 +211,17 @@ def _gpus(engine: str, num_processes: int) -> tuple[int, ...] | None:
         f'{num_visible}: the GPUs do not divide over the tasks; ask for a multiple of the tasks, '
         'or one task per node'
     )
+
+
+def _count_slurm_tasks_on_node(num_tasks: int) -> int:
+    """Returns the number of tasks on each node of a Slurm step with `num_tasks` tasks.
+
+    Raises ConfigError if the number differs between nodes.
+    """
+    num_nodes = int(os.environ['SLURM_STEP_NUM_NODES'])
+    if num_tasks % num_nodes != 0:
+        raise ConfigError(
+            f'{num_tasks} tasks with GPUs on {num_nodes} nodes: the nodes have different '
+            'numbers of tasks; set --ntasks-per-node, the same number for every node'
+        )
+    return num_tasks // num_nodes

@@ -16,15 +16,15 @@ import numpy as np
 from qkattn.jobs.output import say, short
 
 # The minimum seconds between two drawings in a terminal.
-_DRAWN_EVERY = 0.2
+_MIN_DRAW_SECONDS = 0.2
 # The seconds between two refreshes without a report.
 _TICK = 1.0
 # The minimum seconds between two plain lines.
-_QUIET = 4.0
+_MIN_PLAIN_SECONDS = 4.0
 # The minimum time between two plain lines, as a fraction of the time since the start.
-_PLAIN_FRACTION = 0.05
+_MIN_PLAIN_FRACTION = 0.05
 # The maximum number of characters of a label in a terminal.
-_LABEL = 24
+_LONGEST_LABEL = 24
 # The maximum number of characters of a label in a narrow terminal.
 _SHORTEST_LABEL = 8
 # The minimum seconds between two calls of `study`, which may read the study's directory.
@@ -145,7 +145,7 @@ class Pace:
 
     def resume(self, name: str, now: float) -> None:
         """Records the end of the phase `name`."""
-        # `_pause_start` is None at the end of an outer phase. Only the inner phase counts.
+        # A phase around another phase adds no time: the end of the inner one clears `_pause_start`.
         seconds = 0.0 if self._pause_start is None else now - self._pause_start
         self._pause_start = None
         self._paused += seconds
@@ -174,23 +174,23 @@ class Pace:
 
     def seconds_left(self, total_steps: int, now: float) -> float | None:
         """Returns the seconds until the last step, with phases; None before two reports."""
-        if self._with_pauses is None:
+        if self._step_seconds_with_phases is None:
             return None
-        left_at_report = (total_steps - self._step) * self._with_pauses
+        left_at_report = (total_steps - self._step) * self._step_seconds_with_phases
         trained_since_report = self._training(now) - self._trained
         return max(0.0, left_at_report - trained_since_report)
 
     def total_seconds(self, total_steps: int) -> float | None:
         """Returns the seconds of a whole run like this run; None before two reports."""
-        if self._first is None or self._with_pauses is None:
+        if self._first is None or self._step_seconds_with_phases is None:
             return None
         _, first_time = self._first
         until_first_report = first_time - self._opened  # includes compilation
         first_phases = sum(pause.first_seconds for pause in self._pauses.values())
-        return until_first_report + first_phases + total_steps * self._with_pauses
+        return until_first_report + first_phases + total_steps * self._step_seconds_with_phases
 
     @property
-    def _with_pauses(self) -> float | None:
+    def _step_seconds_with_phases(self) -> float | None:
         """Seconds per step, with recurring phases; None before two reports."""
         if self.step_seconds is None:
             return None
@@ -244,7 +244,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         # The study, and the last result of `study`.
         self._study = study
         self._study_left: StudyLeft | None = None
-        self._study_asked = -math.inf  # the time of the last call of `study`
+        self._study_call_time = -math.inf  # the time of the last call of `study`
 
         # The last report.
         self._step: int | None = None
@@ -255,7 +255,8 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         # What is shown.
         self._phase: tuple[str, float] | None = None  # (name, start time) of the current phase
         self._shown_step: int | None = None  # the last step that was shown
-        self._next_time = self._opened + _QUIET  # nothing is shown before this time
+        # Nothing is shown before this time.
+        self._next_show_time = self._opened + _MIN_PLAIN_SECONDS
 
         # Reentrant, because log messages go through this object and may come at any time.
         self._lock = threading.RLock()
@@ -294,11 +295,11 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             now = self._clock()
             is_first_report = self._step is None
             if is_first_report:
-                self._next_time = now  # `_show` must not wait
-            self._phase = None  # ends the phase 'first steps' of `begin`
+                self._next_show_time = now  # shows the first report at once
+            self._phase = None  # so that the report is shown, and not a phase like 'first steps'
             self._step = step
             self._loss = loss
-            self._pace.report(step, now)
+            self._pace.report(step, now)  # for the estimate of the time left
             self._show(now)
 
     def update_speeds(self, speeds: Mapping[str, float]) -> None:
@@ -326,10 +327,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if self._closed.is_set():
                 return
             self._closed.set()
-            self._phase = None  # `_show` shows the report instead
+            self._phase = None  # so that the report is shown, and no phase
             is_newer_than_shown = self._step != self._shown_step
             if self._screen.terminal or is_newer_than_shown:
-                self._next_time = 0.0  # `_show` must not wait
+                self._next_show_time = 0.0  # shows the report at once
                 self._show(self._clock())
             self._screen.close(keep=self._step is not None)
             Progress._open = None
@@ -353,39 +354,42 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """Calls `study`, unless the last call was less than _STUDY_EVERY seconds ago."""
         if self._study is None:
             return
-        if self._clock() >= self._study_asked + _STUDY_EVERY:
+        if self._clock() >= self._study_call_time + _STUDY_EVERY:
             self._study_left = self._study()
-            self._study_asked = self._clock()
+            self._study_call_time = self._clock()
 
     def _show(self, now: float) -> None:
         """Shows the current phase, such as 'compiling ... 12 s', or else the last report.
 
-        Shows nothing before `_next_time`, except for a phase in a terminal.
+        Shows nothing before `_next_show_time`, except for a phase in a terminal.
         """
-        is_too_early = now < self._next_time
-        is_phase_in_terminal = self._phase is not None and self._screen.terminal
-        if is_too_early and not is_phase_in_terminal:
+        is_terminal = self._screen.terminal
+        has_phase = self._phase is not None
+        is_due = now >= self._next_show_time or (is_terminal and has_phase)
+        if not is_due:
             return
 
         if self._phase is not None:
             name, start = self._phase
             fields = [f'{name} ... {now - start:.0f} s']
         elif self._step is not None:
+            fields = self._report_fields(now)  # such as ['step 1,200/4,000', '30%']
             self._shown_step = self._step
-            fields = self._fields(now)
         else:  # neither a phase nor a report
             return
 
-        if self._screen.terminal:
-            self._screen.draw(self._row(fields, self._screen.room))
-            wait_seconds = _DRAWN_EVERY
+        if is_terminal:
+            line = self._row(fields, self._screen.room)
+            self._screen.draw(line)  # replaces the line drawn before
+            wait_seconds = _MIN_DRAW_SECONDS
         else:
             self.print(f'{self._label}: {", ".join(fields)}')
+            # Each of these lines stays, so they become rarer in a long run.
             seconds_so_far = now - self._opened
-            wait_seconds = max(_QUIET, _PLAIN_FRACTION * seconds_so_far)
-        self._next_time = now + wait_seconds
+            wait_seconds = max(_MIN_PLAIN_SECONDS, _MIN_PLAIN_FRACTION * seconds_so_far)
+        self._next_show_time = now + wait_seconds
 
-    def _fields(self, now: float) -> list[str]:
+    def _report_fields(self, now: float) -> list[str]:
         """Returns the last report as display fields, the most important first.
 
         For example, ['step 1,200/4,000', 'validation loss 3.1000', '02:10 left', '30%'].
@@ -421,8 +425,10 @@ class Progress(contextlib.AbstractContextManager['Progress']):
         """
         run_seconds = self._pace.total_seconds(self._total)
         if run_seconds_left is not None and run_seconds is not None:
-            seconds = run_seconds_left + run_seconds * study.waiting_work / study.workers
-            yield f'study {format_duration(seconds)} left with {_counted(study.workers, "worker")}'
+            waiting_seconds = run_seconds * study.waiting_work  # the work is in runs like this one
+            seconds_left = run_seconds_left + waiting_seconds / study.workers
+            workers = _counted(study.workers, 'worker')  # such as '2 workers'
+            yield f'study {format_duration(seconds_left)} left with {workers}'
         yield f'{_counted(study.runs, "run")} left'
 
     def _row(self, fields: list[str], room: int) -> str:
@@ -440,7 +446,7 @@ class Progress(contextlib.AbstractContextManager['Progress']):
 
         # The label takes the room that the fields leave.
         label_room = room - len(': ') - len(text)
-        label_size = min(_LABEL, max(_SHORTEST_LABEL, label_room))
+        label_size = min(_LONGEST_LABEL, max(_SHORTEST_LABEL, label_room))
         return f'{short(self._label, label_size)}: {text}'
 
 

@@ -40,8 +40,9 @@ def usable_cores() -> list[int]:
     num_allowed = len(allowed_cores)
     quota = granted_cores()  # CPU time in cores, such as 1.5; may be infinite
     num_used = max(1, math.floor(min(num_allowed, quota)))
-    evenly_spaced = [index * num_allowed // num_used for index in range(num_used)]
-    return [allowed_cores[position] for position in evenly_spaced]
+    # Evenly spaced positions in `allowed_cores`, such as 0 and 2 for 2 of 4 cores.
+    positions = [index * num_allowed // num_used for index in range(num_used)]
+    return [allowed_cores[position] for position in positions]
 
 
 def split_evenly(items: Sequence, number: int) -> list[list]:
@@ -76,6 +77,7 @@ def free_memory(
     if available:
         free_bytes.append(1024 * int(available[1]))
 
+    # Values of each control group, from the innermost group outwards.
     limits = _control_group_values('memory.max', groups, membership)
     usages = _control_group_values('memory.current', groups, membership)
     statistics = _control_group_values('memory.stat', groups, membership)
@@ -121,7 +123,7 @@ def accelerators(platforms: str | None, root: Path = Path('/')) -> list[str] | N
     if platforms == 'cpu':
         return []
     num_gpus = len(list(root.glob('dev/nvidia[0-9]*')))  # /dev/nvidia0, /dev/nvidia1, ...
-    # jax's CUDA plugin is installed into this package.
+    # JAX needs a plugin for CUDA, which is installed into the package jax_plugins.
     has_cuda_in_jax = bool(importlib.util.find_spec('jax_plugins'))
     if num_gpus and has_cuda_in_jax:
         visible = os.environ.get('CUDA_VISIBLE_DEVICES')

@@ -58,13 +58,13 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
             lines.
         rows: The cells of each row. Rows without text are left out.
     """
-    upper_lines = []
-    lower_lines = []
+    upper_cells = []
+    lower_cells = []
     for title, _ in titles:
         upper, _, lower = title.partition('|')
-        upper_lines.append(upper)
-        lower_lines.append(lower)
-    head = [cells for cells in (upper_lines, lower_lines) if any(cells)]
+        upper_cells.append(upper)
+        lower_cells.append(lower)
+    head = [cells for cells in (upper_cells, lower_cells) if any(cells)]
 
     body = []
     for row in rows:
@@ -73,8 +73,9 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
             body.append(cells)
 
     widths = []
-    for column in zip(*head, *body, strict=True):
-        widths.append(max(len(cell) for cell in column))
+    columns = zip(*head, *body, strict=True)
+    for cells in columns:
+        widths.append(max(len(cell) for cell in cells))
     rule = ['-' * width for width in widths]
 
     lines = []

@@ -121,10 +121,10 @@ class JobPeers:
             has_other_reason: Whether this process has to stop, but not due to a signal.
         """
         with self._agreement:
-            # The polling thread tells the other processes.
+            # The polling thread tells the other processes, and sets `_is_agreeing` in each.
             self._has_own_reason |= has_other_reason
             while self._is_agreeing and self._stop_after is None:
-                self._agreement.wait()
+                self._agreement.wait()  # for the agreed step, `_stop_after`
             if self._stop_after is None:  # no process has to stop
                 self._last_step = step
                 return False
@@ -150,6 +150,7 @@ class JobPeers:
         deadline = time.monotonic() + _LINGER
         with contextlib.suppress(Exception):  # the coordinator does not answer
             _set(f'{_ROOT}left/{self._job.process_id}', json.dumps([code, sentence]))
+            # Every process that ends sets such a key.
             while len(client().key_value_dir_get(f'{_ROOT}left/')) < self._job.num_processes:
                 if time.monotonic() >= deadline:
                     return

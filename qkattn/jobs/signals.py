@@ -89,7 +89,7 @@ class StopRequest:
 
         # A signal may have come just before, to this process or to another one of the job.
         is_stop_requested = self.requested
-        if self.peers is not None:
+        if self.peers is not None:  # in a job
             is_stop_requested = self.peers.meet(self.requested)  # whether any process passes True
         if is_stop_requested:
             raise Stopped('stopped with nothing to save')
@@ -103,15 +103,16 @@ class StopRequest:
             Stopped: This process, or another process of the job, has got a signal.
         """
         is_known_to_all = False  # whether all processes of the job know of a signal
-        if self.peers is not None:
+        if self.peers is not None:  # in a job
             is_known_to_all = self.peers.meet(self.requested)  # whether any process passes True
 
         self._let_watcher_catch_up()
         with no_interrupt:
             self._stop_deferring()
             # Only this process knows of a signal that came after `meet`. `end` tells the others.
-            came_after_meet = self.requested and not is_known_to_all
-            if came_after_meet and self._watcher is not None:
+            is_known_only_here = self.requested and not is_known_to_all
+            is_watched = self._watcher is not None  # within `exit_on_signal`
+            if is_known_only_here and is_watched:
                 end(EXIT_REQUEUE, _SAVED)
         if self.requested or is_known_to_all:
             raise Stopped(_SAVED)
@@ -180,7 +181,7 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
         dry_run: Returns whether the script leaves nothing to resume from; called once, at the
             beginning. If so, the exit code does not ask for a restart.
     """
-    watcher = _Watcher(dry_run())
+    watcher = _Watcher(dry_run())  # the thread
     previous_descriptor = signal.set_wakeup_fd(watcher.write_end, warn_on_full_buffer=False)
     # Python writes to the pipe only for signals that have a Python handler.
     previous_handlers = {}
@@ -225,14 +226,15 @@ def end(code: int, sentence: str) -> NoReturn:
     # Never released, so that no other thread begins to write.
     no_interrupt.acquire(timeout=_LONGEST_WRITE)
     try:
-        if_message_or_hooks_hang = _call_later(_leave, code, sentence)
+        # Ends the process if printing the message or a hook hangs.
+        fallback = _call_later(_leave, code, sentence)
         text = f'{sentence}\n'
         if os.isatty(2):
             text = f'\n{text}'  # the cursor may be at the end of a progress line
         _say(text)
         for hook in reversed(exit_hooks):
             hook()
-        if_message_or_hooks_hang.cancel()
+        fallback.cancel()
     finally:
         _leave(code, sentence)
 
@@ -240,7 +242,7 @@ def end(code: int, sentence: str) -> NoReturn:
 def _leave(code: int, sentence: str) -> NoReturn:
     """Flushes standard output, tells the other processes of a job, and ends this process."""
     try:
-        # A full pipe whose reader hangs would keep the process alive.
+        # Ends the process if flushing hangs, as for a full pipe whose reader hangs.
         _call_later(_tell_peers_and_exit, code, sentence)
         with contextlib.suppress(Exception):  # nobody reads standard output
             sys.stdout.flush()
