@@ -98,7 +98,7 @@ class Child:
         with contextlib.suppress(BlockingIOError):  # raised when there is no output to read
             while part := os.read(self.output, _PART_SIZE):
                 output += part
-        *lines, self._incomplete_line = output.split(b'\n')  # b'' if the output ends a line
+        *lines, self._incomplete_line = output.split(b'\n')  # b'' after a final newline
         if last and self._incomplete_line:
             lines.append(self._incomplete_line)
         return [line.decode(errors='replace').rstrip('\r') for line in lines]
@@ -146,6 +146,7 @@ def end_with_parent(parent: int) -> None:
     """
     if sys.platform == 'linux':
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The parent may have ended before this call. Then this process has another parent.
         has_parent_ended = os.getppid() != parent
         if has_parent_ended:
             os._exit(EXIT_REQUEUE)

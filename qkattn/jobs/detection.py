@@ -63,8 +63,9 @@ class Job:
 def detect() -> Job:
     """Returns the job of this process, from environment variables.
 
-    - If the variables of TRIPLE are set, they give address, number of processes and rank.
-    - If an engine of ENGINES has started the job, its own variables describe the job.
+    - If JAX_NUM_PROCESSES and JAX_PROCESS_ID (the rank) are set, they describe the job, together
+      with JAX_COORDINATOR_ADDRESS.
+    - If an engine such as Slurm has started the job, its own variables describe the job.
       JAX_COORDINATOR_PORT overrides the coordinator's port, JAX_COORDINATOR_ADDRESS its address.
     - Otherwise, the process is a job of its own.
 
@@ -72,7 +73,7 @@ def detect() -> Job:
         ConfigError: Variables are incomplete or malformed.
     """
     if _COUNT in os.environ or _RANK in os.environ:
-        return _job_of_triple()
+        return _job_of_variables()
 
     for engine, cluster in ENGINES.items():
         try:
@@ -84,7 +85,7 @@ def detect() -> Job:
                 f'the variables of {engine} are incomplete or malformed ({error!r}); set '
                 f'{ADDRESS}=HOST:PORT of process 0, or all of {", ".join(TRIPLE)}'
             ) from error
-        if job is not None:
+        if job is not None:  # the engine has started this process
             return job
 
     if ADDRESS in os.environ:
@@ -92,8 +93,8 @@ def detect() -> Job:
     return Job()  # of one process
 
 
-def _job_of_triple() -> Job:
-    """Returns the job that the three variables of TRIPLE describe.
+def _job_of_variables() -> Job:
+    """Returns the job that the variables of TRIPLE describe: address, number of processes, rank.
 
     Raises ConfigError if a variable is missing or not a number.
     """

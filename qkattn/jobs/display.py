@@ -332,7 +332,8 @@ class Progress(contextlib.AbstractContextManager['Progress']):
             if self._screen.terminal or is_newer_than_shown:
                 self._next_show_time = 0.0  # shows the report at once
                 self._show(self._clock())
-            self._screen.close(keep=self._step is not None)
+            has_report = self._step is not None
+            self._screen.close(keep=has_report)
             Progress._open = None
 
     def tick(self) -> None:

@@ -42,9 +42,9 @@ def platform_problem(error: BaseException) -> str | None:
         return None
     unknown_platform = _UNKNOWN_PLATFORM.search(str(error))
     if unknown_platform is not None:
-        platform, known_platforms = unknown_platform.groups()
-        known = known_platforms.replace("'", '')
-        reason = f'JAX here has no platform {platform!r}, only {known}'
+        platform, quoted_platforms = unknown_platform.groups()  # such as cdua and 'cpu', 'tpu'
+        known_platforms = quoted_platforms.replace("'", '')
+        reason = f'JAX here has no platform {platform!r}, only {known_platforms}'
     elif machine.accelerators(None) == []:  # the machine has no accelerator
         reason = 'JAX finds no device of this platform'
     else:  # JAX_PLATFORMS may be valid, and the accelerators busy

@@ -204,7 +204,10 @@ def exit_on_signal(dry_run: Callable[[], bool] = lambda: False) -> Iterator[None
 
 
 def exit_while_starting(script: str) -> None:
-    """Lets signals end a RESUMABLE script with a message while it imports its modules."""
+    """Lets signals end a script with a message while it imports its modules.
+
+    Does nothing for a script that is not in RESUMABLE, which signals kill.
+    """
     if script not in RESUMABLE:
         return
     dry_run = any(_DRY_RUN.match(argument) for argument in sys.argv)  # flags are not parsed yet
@@ -329,10 +332,12 @@ class _Watcher:
         os.close(self._read_end)
 
     def _act_on(self, number: int) -> None:
+        """Ends the process after signal `number`, or requests a stop if there is work to save."""
         # A write that hangs with its disk must not keep the process alive.
         is_lock_held = no_interrupt.acquire(timeout=_LONGEST_WRITE)
         try:
-            if not StopRequest.deferring:
+            has_something_to_save = bool(StopRequest.deferring)
+            if not has_something_to_save:
                 _end_with_nothing_to_save(number, self._dry_run)
             # `StopRequest._handle` would set the flag only after code in C++ returns.
             StopRequest.requested = True

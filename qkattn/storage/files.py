@@ -433,19 +433,31 @@ def disk_errors(path: Path) -> Iterator[None]:
     except DiskError:
         raise
     except Exception as error:
-        if _is_system_error(error, errno.ENOENT) and not buckets.is_url(path):
-            # Report the outermost directory that is gone.
-            from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
-            for parent_or_path in from_root:
-                if not os.path.lexists(parent_or_path):
-                    raise _gone_error(parent_or_path) from error
+        disk_error = _to_disk_error(error, path)
+        if disk_error is None:
+            raise
+        raise disk_error from error
 
-        directory = path if os.path.isdir(path) else path.parent
-        for error_number, reason in _WRITE_FAILURES.items():
-            if _is_system_error(error, error_number):
-                message = f'{directory} cannot be written: {reason} {_RESUME_ADVICE}'
-                raise DiskError(message) from error
-        raise
+
+def _to_disk_error(error: Exception, path: Path) -> DiskError | None:
+    """Converts an error of writing at or below `path`, such as 'No space left on device'.
+
+    Returns None for an error of any other kind.
+    """
+    is_missing = _is_system_error(error, errno.ENOENT)
+    if is_missing and not buckets.is_url(path):
+        # Report the outermost directory that is gone.
+        from_root = (*reversed(path.parents), path)  # '/', '/runs', '/runs/a' for /runs/a
+        for parent_or_path in from_root:
+            if not os.path.lexists(parent_or_path):
+                return _gone_error(parent_or_path)
+
+    directory = path if os.path.isdir(path) else path.parent
+    for error_number, reason in _WRITE_FAILURES.items():
+        # For errno.ENOSPC, the reason and advice are 'the disk is full; make room'.
+        if _is_system_error(error, error_number):
+            return DiskError(f'{directory} cannot be written: {reason} {_RESUME_ADVICE}')
+    return None
 
 
 def _is_system_error(error: Exception, error_number: int) -> bool:

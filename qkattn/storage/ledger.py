@@ -395,9 +395,10 @@ def run_digests(directory: Files) -> dict[str, str]:
 
 
 def _results_by_run(directory: Files) -> dict[str, list[dict[str, Any]]]:
-    """Reads the distinct results of each run, restricted to metrics and _DIGESTED_FIELDS.
+    """Reads the distinct results of each run, without fields that differ in each repetition.
 
-    Damaged lines of results.jsonl are skipped.
+    Only metrics and the fields in _DIGESTED_FIELDS, such as 'status', are kept. Damaged lines of
+    results.jsonl are skipped.
     """
     results_by_run: dict[str, list[dict[str, Any]]] = {}
     for line in _lines(directory / 'results.jsonl'):

@@ -333,16 +333,16 @@ class MetricsFile:
         if not evaluated:
             repeated_kinds.append('eval')
 
-        prefix = _Prefix()
-        prefix_to_keep = _Prefix()
+        lines_read = _Prefix()  # their number, size, checksum and last step
+        lines_to_keep = _Prefix()
         for record, line in _read_records(self.path):
             if record['step'] > step:
                 break
-            prefix = prefix.with_line(line, record['step'])
+            lines_read = lines_read.with_line(line, record['step'])
             is_repeated = record['step'] == step and record.get('kind') in repeated_kinds
             if not is_repeated:
-                prefix_to_keep = prefix
-        return prefix_to_keep
+                lines_to_keep = lines_read
+        return lines_to_keep
 
     def _warn_of_damage_after_kept(self) -> None:
         """Logs a warning if a line after the kept lines is damaged."""

@@ -228,7 +228,7 @@ def read_lines(
             location = f'{path}, line {number}'
             record = parse_json(line)
             check(record, schema)
-            take(record)
+            take(record)  # may raise ValueError
             records.append(record)
     except (OSError, ValueError) as error:
         raise damaged_file_error(location, error, advice) from error
