@@ -25,9 +25,11 @@ HTML = cli.define_path('html', None, 'File to write a page with all variants to.
 
 
 def main() -> None:
-    if (VARIANT.value is None) == (HTML.value is None):
+    has_variant = VARIANT.value is not None
+    has_html = HTML.value is not None
+    if has_variant == has_html:
         raise ConfigError('give either --variant=SCORE/VALUE or --html=FILE')
-    if HTML.value is None:
+    if has_variant:
         bench = Bench(VARIANT.value, tokens=TOKENS.value, dims=DIMS.value, heads=HEADS.value)
         print(worked(bench, latex=LATEX.value), end='')
         return

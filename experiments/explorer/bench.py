@@ -33,8 +33,9 @@ class Parameter:
     @property
     def name(self) -> str:
         """The name in equations: W_Q, W_frozen_q, g_sign."""
+        letter = 'W' if self.attribute.startswith('w') else 'g'
         stem = self.stem.upper() if len(self.stem) < 3 else self.stem
-        return f'W_{stem}' if self.attribute.startswith('w') else f'g_{stem}'
+        return f'{letter}_{stem}'
 
     @property
     def by_head(self) -> np.ndarray:
@@ -45,7 +46,7 @@ class Parameter:
         """
         positions = np.arange(self.initial.size).reshape(self.initial.shape)
         _, _, axes = self.attribute.rpartition('_')  # 'DNH' of 'w_q_DNH'
-        if axes in ('N', 'K'):
+        if axes in ('N', 'K'):  # a number of each head
             return positions[:, None]
         # N or K is the axis of heads. A parameter without the axis has a single head.
         for axis, letter in enumerate(axes):
@@ -99,9 +100,9 @@ class Bench:
         parameters = []
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.layer)
         for path, array in leaves:
-            circuit = path[0].name
-            attribute = path[1].name
-            parameters.append(Parameter(circuit, attribute, np.asarray(array)))
+            circuit = path[0].name  # of layer.score.w_q_DNH: 'score'
+            attribute = path[1].name  # 'w_q_DNH'
+            parameters.append(Parameter(circuit, attribute, initial=np.asarray(array)))
         # JAX sorts attributes by name.
         attributes = [*vars(self.layer.score), *vars(self.layer.value)]
         parameters.sort(key=lambda p: (p.circuit, attributes.index(p.attribute)))
@@ -116,9 +117,12 @@ class Bench:
         array_by_name = {}
         for parameter, array in zip(self.parameters, arrays, strict=True):
             array_by_name[parameter.attribute] = array
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: array_by_name[path[1].name], self.layer
-        )
+
+        def array_at(path: Any, _: Any) -> Any:
+            attribute = path[1].name  # 'w_q_DNH' of layer.score.w_q_DNH
+            return array_by_name[attribute]
+
+        return jax.tree_util.tree_map_with_path(array_at, self.layer)
 
     @functools.cached_property
     def symbols(self) -> tuple[Any, list[np.ndarray]]:
@@ -127,8 +131,13 @@ class Bench:
         The symbol q12 is row 1 and column 2 of W_Q. With several heads, the entry of head 2 is
         q[2]12.
         """
-        shapes = {p.stem.replace('_', ''): p.by_head.shape for p in self.parameters}
+        shapes = {}
+        for parameter in self.parameters:
+            symbol_name = parameter.stem.replace('_', '')
+            shapes[symbol_name] = parameter.by_head.shape
         ring, arrays_by_head = generators(shapes)
+
+        # From the order [head, row, column] into that of the parameter.
         arrays = []
         for parameter, symbols_by_head in zip(self.parameters, arrays_by_head, strict=True):
             flat_symbols = np.empty(parameter.initial.size, object)
@@ -149,7 +158,10 @@ class Bench:
                 rounded_terms[powers] = coefficient_type(round(float(coefficient), 14))
             return ring.from_dict(rounded_terms)
 
-        A_NDE, B_NDE = evaluate(lambda *leaves: self.filled(leaves).matrix(), *arrays)
+        def matrices(*parameters: Any) -> Any:
+            return self.filled(parameters).matrix()
+
+        A_NDE, B_NDE = evaluate(matrices, *arrays)
         round_entries = np.vectorize(round_coefficients, otypes=[object])
         return round_entries(A_NDE), round_entries(B_NDE)
 

@@ -39,7 +39,7 @@ def page(sizes: Iterable[tuple[int, int]] = SIZES) -> str:
     data = json.dumps(table_by_size, separators=(',', ':'))
     return templates.get_template('explorer.html.j2').render(
         data=data.replace('<', '\\u003c'),  # '</script>' in a string would end the script
-        sizes=[size.split(',') for size in table_by_size],
+        sizes=[size.split(',') for size in table_by_size],  # '4,2' -> ['4', '2']
         equations=equations,
         without=not_shown,
         light=LIGHT,
@@ -71,7 +71,7 @@ def _table(dims: int, heads: int) -> dict[str, Any]:
     for name, cls in VALUES.items():
         # The score that each matrix B is computed with, by the key of B.
         score_by_key = {'': cls.partner}
-        if cls.shares:
+        if cls.shares:  # parameters with its score
             score_by_key = {score: score for score in scores}
         matrices = {}
         for key, score in score_by_key.items():
@@ -109,11 +109,14 @@ def _initial(parameter: Parameter) -> list[float]:
 
     Gains have their initial values. Matrices have random values that depend on the name only.
     """
-    if parameter.attribute.startswith('g_'):
+    is_gain = parameter.attribute.startswith('g_')
+    if is_gain:
         flat = parameter.initial.ravel()
         return flat[parameter.by_head].ravel().tolist()
-    rng = np.random.default_rng([3, zlib.crc32(parameter.name.encode())])
-    return (rng.integers(-10, 11, parameter.initial.size) / 10).tolist()
+    checksum_of_name = zlib.crc32(parameter.name.encode())
+    rng = np.random.default_rng([3, checksum_of_name])
+    tenths = rng.integers(-10, 11, parameter.initial.size)
+    return (tenths / 10).tolist()
 
 
 def _polynomials(bench: Bench, circuit: str) -> list[Any]:
@@ -128,7 +131,8 @@ def _polynomials(bench: Bench, circuit: str) -> list[Any]:
             terms.append(_term(powers, coefficient, num_score_symbols))
         return {'text': polynomial(entry), 'terms': terms}
 
-    return np.vectorize(to_json, otypes=[object])(bench.matrix_of(circuit)).tolist()
+    entries_to_json = np.vectorize(to_json, otypes=[object])
+    return entries_to_json(bench.matrix_of(circuit)).tolist()
 
 
 def _term(powers: Iterable[int], coefficient: Any, num_score_symbols: int) -> list[Any]:
@@ -146,7 +150,8 @@ def _term(powers: Iterable[int], coefficient: Any, num_score_symbols: int) -> li
     is_whole = coefficient == int(coefficient)
     term: list[Any] = [int(coefficient) if is_whole else float(coefficient)]
     for position, power in enumerate(powers):
-        is_score_symbol = position < num_score_symbols
-        index = -1 - position if is_score_symbol else position - num_score_symbols
+        index = position - num_score_symbols
+        if index < 0:  # a symbol of the Score
+            index = -1 - position
         term.extend([index] * power)
     return term

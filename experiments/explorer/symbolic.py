@@ -61,7 +61,8 @@ def rank(M_DE: np.ndarray) -> int:
     """Returns the rank of a matrix of polynomials at a random point."""
     num_symbols = M_DE.flat[0].ring.ngens
     point = np.random.default_rng(0).uniform(0.5, 1.5, num_symbols)
-    return int(np.linalg.matrix_rank(numbers(M_DE, point)))
+    numbers_DE = numbers(M_DE, point)
+    return int(np.linalg.matrix_rank(numbers_DE))
 
 
 def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
@@ -69,10 +70,10 @@ def numbers(polynomials: np.ndarray, point: np.ndarray) -> np.ndarray:
     # This is much faster than calling a polynomial.
     values = []
     for polynomial in polynomials.flat:
-        terms = polynomial.terms()
-        values.append(
-            sum(float(coefficient) * np.prod(point**powers) for powers, coefficient in terms)
-        )
+        values_of_terms = []
+        for powers, coefficient in polynomial.terms():
+            values_of_terms.append(float(coefficient) * np.prod(point**powers))
+        values.append(sum(values_of_terms))
     return np.array(values, float).reshape(polynomials.shape)
 
 
@@ -130,19 +131,18 @@ def _broadcast(array: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: An
 def _product(left: np.ndarray, right: np.ndarray, dimension_numbers: Any, **_: Any) -> np.ndarray:
     """Implements dot_general as an einsum with integer labels in place of letters.
 
-    For example, the product of left_BTD and right_BSD over D is 'BTD,BSD->BTS'. The labels are
-    [0, 1, 2] for left, [0, 4, 2] for right, and [0, 1, 4] for the output.
+    The comments show the labels of 'BTD,BSD->BTS'. An axis of `left` is its own label.
     """
     (left_summed, right_summed), (left_batch, right_batch) = dimension_numbers
-    left_shared = [*left_summed, *left_batch]
+    left_shared = [*left_summed, *left_batch]  # D and B: [2, 0]
     right_shared = [*right_summed, *right_batch]
-    left_labels = list(range(left.ndim))
-    right_labels = list(range(left.ndim, left.ndim + right.ndim))
+    left_labels = list(range(left.ndim))  # [0, 1, 2]
+    right_labels = list(range(left.ndim, left.ndim + right.ndim))  # [3, 4, 5]
     for left_axis, right_axis in zip(left_shared, right_shared, strict=True):
-        right_labels[right_axis] = left_labels[left_axis]
-    left_free = [label for label in left_labels if label not in left_shared]
-    right_free = [label for label in right_labels if label >= left.ndim]
-    output_labels = [*left_batch, *left_free, *right_free]
+        right_labels[right_axis] = left_axis  # in the end [0, 4, 2]
+    left_free = [axis for axis in left_labels if axis not in left_shared]  # T: [1]
+    right_free = [label for label in right_labels if label not in left_labels]  # S: [4]
+    output_labels = [*left_batch, *left_free, *right_free]  # [0, 1, 4]
     return np.einsum(left, left_labels, right, right_labels, output_labels)
 
 
@@ -171,7 +171,7 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
         return _bind(equation, inputs)
 
     ring = symbolic_inputs[0].flat[0].ring
-    if name in _MOVES:
+    if name in _MOVES:  # it only moves entries
         return _move(equation, inputs, _MOVES[name], ring)
     if name == 'div' and not _is_symbolic(inputs[1]):
         # Multiply by the reciprocal. A division by a polynomial is not supported.
@@ -188,10 +188,11 @@ def _apply(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _bind(equation: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Executes an equation of a jaxpr on numbers."""
+    """Executes an equation of a jaxpr on numbers, and returns its outputs."""
+    primitive = equation.primitive
     arrays = [jnp.asarray(array) for array in inputs]
-    outputs = equation.primitive.bind(*arrays, **equation.params)
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
+    output = primitive.bind(*arrays, **equation.params)
+    return list(output) if primitive.multiple_results else [output]
 
 
 def _move(equation: Any, inputs: list[Any], holders: slice, ring: Any) -> list[np.ndarray]:
@@ -206,7 +207,7 @@ def _move(equation: Any, inputs: list[Any], holders: slice, ring: Any) -> list[n
         ring: The ring of the polynomials.
     """
     entries: list[Any] = []  # of all `holders`
-    position_inputs = list(inputs)
+    position_inputs = list(inputs)  # with positions in `entries` in place of polynomials
     for index in range(len(inputs))[holders]:
         array = _elements(inputs[index], ring)
         first_position = len(entries)
@@ -223,6 +224,7 @@ def _move(equation: Any, inputs: list[Any], holders: slice, ring: Any) -> list[n
 
 
 def _is_symbolic(array: Any) -> bool:
+    """Returns whether an operand is an array of polynomials, not of numbers."""
     return isinstance(array, np.ndarray) and array.dtype == object
 
 
@@ -232,6 +234,7 @@ def _elements(array: Any, ring: Any) -> np.ndarray:
         return array
     # Converting to the ring's coefficient type first is faster.
     coefficient_type = ring.domain.dtype
+    coefficients = [coefficient_type(float(number)) for number in np.ravel(array)]
     flat = np.empty(np.size(array), object)
-    flat[:] = [ring.ground_new(coefficient_type(float(number))) for number in np.ravel(array)]
+    flat[:] = [ring.ground_new(coefficient) for coefficient in coefficients]
     return flat.reshape(np.shape(array))

@@ -22,7 +22,7 @@ def worked(bench: Bench, *, latex: bool = False) -> str:
     T = bench.tokens
     D = bench.dims
 
-    # a_NDE and b_NDE hold symbols for the entries of A_NDE and B_NDE. E = D, and S = T.
+    # Arrays of symbols; a_NDE and b_NDE stand for the entries of A_NDE and B_NDE. E = D, S = T.
     shapes = {'a': (N, D, D), 's': (N, T, T), 'p': (N, T, T), 'x': (1, T, D), 'b': (N, D, D)}
     ring, (a_NDE, s_NTS, p_NTS, x_1TD, b_NDE) = generators(shapes)
     _, (out_1TE,) = generators({'out': (1, T, D)})
@@ -74,7 +74,7 @@ def _circuit(
         lines.append(line)
 
     # Equal entries share a symbol, so some symbols are not used.
-    M_NDE = bench.matrix_of(circuit)
+    M_NDE = bench.matrix_of(circuit)  # polynomials in the parameters
     is_used_NDE = symbols_NDE == short_NDE
     lines += _equations(symbols_NDE[is_used_NDE], M_NDE[is_used_NDE])
 
@@ -116,17 +116,17 @@ def polynomial(entry: Any) -> str:
     for powers, coefficient in entry.terms():
         factors = []
         is_constant = not any(powers)
-        if abs(coefficient) != 1 or is_constant:
+        if abs(coefficient) != 1 or is_constant:  # '-x22' rather than '-1 x22'
             factors.append(number(abs(coefficient)))
         for symbol, power in zip(entry.ring.symbols, powers, strict=True):
             if power == 1:
                 factors.append(str(symbol))
             elif power > 1:
                 factors.append(f'{symbol}^{power}')
-        if not text:
-            text = '-' if coefficient < 0 else ''
-        else:
+        if text:
             text += ' - ' if coefficient < 0 else ' + '
+        elif coefficient < 0:
+            text = '-'
         text += ' '.join(factors)
     return text or '0'
 
