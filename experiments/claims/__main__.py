@@ -48,16 +48,9 @@ EXPORT = cli.define_path(
 
 @signals.exit_on_signal(cli.is_dry_run)
 def main() -> None:
+    """Trains the studies of claims, then decides the claims; flags leave out steps."""
     keep_programs()
-
-    # Check the flags before training.
-    if CLAIMS.value == []:
-        raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
-    if CLAIMS.value and EXPORT.value:
-        raise ConfigError(f'--export={EXPORT.value} exports all claims; leave out their names')
-    if EXPORT.value:
-        check_directory(EXPORT.value, name='--export')
-    claims = declared.chosen(CLAIMS.value or [])
+    claims = _chosen_claims()
     workers = local_workers.parse(WORKERS.value)
     if LIST.value:
         for claim in claims:
@@ -68,7 +61,7 @@ def main() -> None:
     if DRY_RUN.value:
         print(studies.costs(configs))
         return
-    directory = _check_workdir()
+    directory = _directory_of_studies()
     studies.check_workdir(configs, SCALE.value, directory)
     _check_studies_exist(claims, configs, directory)
     if TRAIN.value:
@@ -78,18 +71,41 @@ def main() -> None:
     studies.report(claims, directory)
 
     results = Results(directory)
-    decided: list[ClaimResult] = []
+    decided = _decide_and_print(claims, results)
+    if EXPORT.value is not None:
+        export.export(decided, results, EXPORT.value)
+        page = pages.write_page(EXPORT.value)
+        print(f'exported to {page}')
+
+
+def _chosen_claims() -> list[Claim]:
+    """Returns the claims that --claims names; all without the flag.
+
+    Raises:
+        ConfigError: --claims is empty or has an unknown name, or --export does not fit.
+    """
+    names = CLAIMS.value  # None without the flag
+    if names is not None and not names:
+        raise ConfigError('--claims is empty; give names as in B2,C1, or leave it out for all')
+    if EXPORT.value:
+        if names:
+            raise ConfigError(f'--export={EXPORT.value} exports all claims; leave out their names')
+        check_directory(EXPORT.value, name='--export')
+    return declared.chosen(names or [])
+
+
+def _decide_and_print(claims: Iterable[Claim], results: Results) -> list[ClaimResult]:
+    """Decides claims from the results of their studies, and prints each one once it is decided."""
+    decided = []
     for claim in claims:
         with waiting(claim.name, 'deciding'):
             result = decide(claim, SCALE.value, results)
         print(_text(result), flush=True)
         decided.append(result)
-    if EXPORT.value is not None:
-        export.export(decided, results, EXPORT.value)
-        print(f'exported to {pages.write_page(EXPORT.value)}')
+    return decided
 
 
-def _check_workdir() -> Path:
+def _directory_of_studies() -> Path:
     """Returns --workdir, which must be on a file system, and must exist with --notrain."""
     workdir = cli.required(WORKDIR)
     if is_url(workdir):
@@ -104,12 +120,13 @@ def _check_studies_exist(claims: Iterable[Claim], configs: Container[str], direc
     """Raises ConfigError if a study has neither a config nor a subdirectory of `directory`."""
     for claim in claims:
         for name in claim.studies:
-            if name not in configs and not (directory / name).is_dir():
-                trained = sorted(file.parent.name for file in directory.glob('*/study.json'))
-                raise ConfigError(
-                    f'claim {claim.name}: configs/claims has no study {name!r}, and {directory} '
-                    f'has only {", ".join(trained) or "no study"} of experiments.ablate'
-                )
+            if name in configs or (directory / name).is_dir():
+                continue
+            trained = sorted(file.parent.name for file in directory.glob('*/study.json'))
+            raise ConfigError(
+                f'claim {claim.name}: configs/claims has no study {name!r}, and {directory} '
+                f'has only {", ".join(trained) or "no study"} of experiments.ablate'
+            )
 
 
 def _text(claim: ClaimResult) -> str:

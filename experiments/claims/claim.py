@@ -257,6 +257,7 @@ class Claim(Statement):
             raise ConfigError(
                 f'claim {self.name} has no evidence; give it checks, expectations or measures'
             )
+        # The meaning of 'holds' is also that of 'holds in this setting', which is thus no key.
         verdicts = [str(verdict) for verdict in ClaimVerdict if verdict not in _IN_SEVERAL_SETTINGS]
         for key, meaning in self.meanings.items():
             if key not in verdicts and key not in self.conditions:
@@ -285,15 +286,18 @@ class Claim(Statement):
         """
         if contexts is not None and contexts in self.meanings:
             return self.meanings[contexts]
-        return self.meanings.get(_IN_SEVERAL_SETTINGS.get(verdict, verdict))
+        # 'holds in this setting' means the same as 'holds'.
+        verdict = _IN_SEVERAL_SETTINGS.get(verdict, verdict)
+        return self.meanings.get(verdict)
 
     def expected_at(self, scale: str) -> tuple[Expectation, ...]:
         """Returns the expectations whose arms are trained at a scale."""
-        return tuple(
-            expectation
-            for expectation in self.expectations
-            if not expectation.scales or scale in expectation.scales
-        )
+        expected = []
+        for expectation in self.expectations:
+            is_at_all_scales = not expectation.scales
+            if is_at_all_scales or scale in expectation.scales:
+                expected.append(expectation)
+        return tuple(expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,7 +318,7 @@ class ClaimResult(Statement):
     models: tuple[str, ...] = ()  # a text for each baseline: size, training, loss, yardstick
 
     def __post_init__(self) -> None:
-        ClaimVerdict(self.verdict)
+        ClaimVerdict(self.verdict)  # raises ValueError for an unknown verdict
 
     @property
     def decisive(self) -> Row | None:

@@ -89,6 +89,7 @@ def decide(claim: Claim, scale: str, results: Results) -> ClaimResult:
         ConfigError: An expected arm is not declared in its study, or a check or measure raises.
     """
     started = time.perf_counter()
+    # An exception in code of a claim becomes a ConfigError that names the claim.
     checked = call_with_config_errors('claim', claim.name, lambda: _rows_of_checks(claim))
     measured = call_with_config_errors(
         'claim', claim.name, lambda: _rows_of_measures(claim, scale, results)
@@ -195,7 +196,14 @@ def _missing(
     trained: Iterable[tuple[Expectation, Findings]],
     scale: str,
 ) -> list[str]:
-    """Returns a sentence for each incomplete study, missing difference and missing control."""
+    """Returns a sentence for each incomplete study, missing difference and missing control.
+
+    Args:
+        problems: What a study lacks, such as 'has no results', by name of the study.
+        every_case: The arms.
+        trained: The expectations with results, each with its study.
+        scale: The scale of the studies.
+    """
     missing = [f'study {name} {problem.removesuffix(".")}' for name, problem in problems.items()]
     for case in every_case:
         if case.arm is None or case.arm.comparison is None:
@@ -204,13 +212,16 @@ def _missing(
                 f'has no difference from {case.expected.versus or "the baseline"} yet'
             )
     for expected, findings in trained:
-        # No study is tuned at scale smoke.
-        if scale != 'smoke' and expected.at == Kind.SAME_SHAPE and not findings.study.tuned:
+        if expected.at != Kind.SAME_SHAPE or findings.study.tuned:
+            continue
+        # At scale smoke, no study is tuned.
+        if scale != 'smoke':
             missing.append(
                 f'study {expected.study}: {expected.variant} has no control at the same shape, as '
                 'it is not tuned'
             )
-    return list(dict.fromkeys(missing))
+    distinct_sentences = dict.fromkeys(missing)
+    return list(distinct_sentences)
 
 
 def _outcome(
@@ -241,9 +252,11 @@ def _outcome(
         return _Outcome(rows, arms, verdict_on(rows, complete))
 
     outcome = test_arms(num_sharing=1)
-    if outcome.arms and outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE):
+    fails = outcome.verdict in (ClaimVerdict.FAILS, ClaimVerdict.FAILS_HERE)
+    if fails and outcome.arms:
         # A single false row makes the claim false in its context. So rows of a context share ALPHA.
-        num_rows_by_context = Counter(tuple(row.context.items()) for row, _ in outcome.arms)
+        contexts = [tuple(row.context.items()) for row, _ in outcome.arms]
+        num_rows_by_context = Counter(contexts)
         outcome = test_arms(num_sharing=max(num_rows_by_context.values()))
     if outcome.verdict in (ClaimVerdict.HOLDS_ONLY_IF, ClaimVerdict.UNDECIDED):
         # The verdict is about single rows, so all rows share ALPHA.
@@ -261,18 +274,18 @@ def _meaning(claim: Claim, outcome: _Outcome, contexts: str | None) -> str | Non
 
 
 def _needs(
-    claim: Claim, scale: str, problems: Iterable[str], arms: Iterable[tuple[Row, TrainedArm]]
+    claim: Claim,
+    scale: str,
+    incomplete_studies: Iterable[str],
+    arms: Iterable[tuple[Row, TrainedArm]],
 ) -> str:
-    """Returns what an undecided claim needs, such as '40 seeds in place of 16, to tell ...'.
-
-    `problems` are the names of studies that lack results.
-    """
-    incomplete_studies = ', '.join(problems)
-    if incomplete_studies:
-        return f'the results of {incomplete_studies} at scale {scale}'
+    """Returns what an undecided claim needs, such as '40 seeds in place of 16, to tell ...'."""
+    names = ', '.join(incomplete_studies)
+    if names:
+        return f'the results of {names} at scale {scale}'
     needs_of_open_arms = [needed(row, arm) for row, arm in arms if row.speaks == Speaks.OPEN]
     if needs_of_open_arms:
-        largest_need = max(needs_of_open_arms)
+        largest_need = max(needs_of_open_arms)  # the one with the most seeds
         return largest_need.text
     larger_scale = pick(scale, smoke='cpu', cpu='gpu', gpu='gpu')
     return f'--scale={larger_scale}: {", ".join(claim.studies)}'
@@ -300,14 +313,17 @@ def cases(expected: Expectation, findings: Findings, results: Results) -> Iterat
     control = SAME_SHAPE if is_control else None
     declared_keys = [key for key in study.arms if key.control == control]
     for variant in expected.variants:
-        if not any(study.is_variant(key.variant, variant) for key in declared_keys):
-            declared = ', '.join(dict.fromkeys(key.variant for key in declared_keys))
+        # A variant without destination, such as 'qk/no_v', also stands for 'qk/no_v [d_ff]'.
+        is_declared = any(study.is_variant(key.variant, variant) for key in declared_keys)
+        if not is_declared:
+            declared_variants = dict.fromkeys(key.variant for key in declared_keys)
             raise ConfigError(
                 f'study {expected.study!r} has no {expected.at} arm of variant {variant!r}; it has '
-                f'{declared or "none"}'
+                f'{", ".join(declared_variants) or "none"}'
             )
 
     keys = [key for key in declared_keys if study.is_variant(key.variant, expected.variant)]
+    # In the order in which the study declares sizes and corpora.
     keys.sort(key=lambda key: (study.sizes.index(key.size), study.corpora.index(key.corpus)))
     for key in keys:
         newest, key_in_newest = _newest_repeat(key, findings, expected, results)
@@ -329,36 +345,36 @@ def _newest_repeat(
             continue
         study = repeat.study
         key_by_shared_key = {study.question_of(own_key): own_key for own_key in study.arms}
-        has_versus = True
-        if expected.versus is not None:
-            has_versus = any(
-                study.is_variant(own_key.variant, expected.versus) for own_key in study.arms
-            )
-        if shared_key in key_by_shared_key and has_versus:
-            return repeat, key_by_shared_key[shared_key]
+        key_in_repeat = key_by_shared_key.get(shared_key)
+        has_versus = expected.versus is None or any(
+            study.is_variant(own_key.variant, expected.versus) for own_key in study.arms
+        )
+        if key_in_repeat is not None and has_versus:
+            return repeat, key_in_repeat
     return findings, key
 
 
 def _case(expected: Expectation, findings: Findings, key: ArmKey) -> Case:
     """Compares an arm with its baseline, or with the variant `expected.versus` if given."""
     study = findings.study
-    arms = {arm.key: arm for arm in findings.every_arm}
-    arm = arms.get(key)
+    arm_by_key = {arm.key: arm for arm in findings.every_arm}
+    arm = arm_by_key.get(key)
     if arm is None:
         return Case(expected, findings, key, arm=None, other=None, blocks=findings.blocks)
-    baseline = arms.get(arm.baseline_key)
+    baseline = arm_by_key.get(arm.baseline_key)
     if expected.versus is None:
         return Case(expected, findings, key, arm, other=baseline, blocks=findings.blocks)
 
     versus_arm = None
-    for candidate in arms.values():
-        # The keys differ in the variant at most: size, corpus and control are the same.
-        is_alike = candidate.key._replace(variant=key.variant) == key
-        if is_alike and study.is_variant(candidate.variant, expected.versus):
+    for candidate in arm_by_key.values():
+        # A key consists of variant, size, corpus and control.
+        differs_only_in_variant = candidate.key == key._replace(variant=candidate.variant)
+        if differs_only_in_variant and study.is_variant(candidate.variant, expected.versus):
             versus_arm = candidate
             break
     comparison = compare(arm, versus_arm, study.margin) if versus_arm else None
     arm = replace(arm, comparison=comparison)
+    # What withholds verdicts on the baseline also withholds this one.
     baseline_blocks = baseline.blocks if baseline else ()
     blocks = findings.blocks + baseline_blocks
     return Case(expected, findings, key, arm, other=versus_arm, blocks=blocks)
@@ -390,13 +406,13 @@ def judge_cases(
 def _rows_beside(every_case: Iterable[Case]) -> list[Row]:
     """Returns the distinct rows of `_other_parts`, which are shown but decide nothing."""
     rows: list[Row] = []
-    # The rows depend on the expectation and the study only, which several cases may share.
-    done: set[tuple[int, str]] = set()
+    # Cases of the same expectation and study have the same rows.
+    visited: set[tuple[int, str]] = set()
     for case in every_case:
         expectation_and_study = (id(case.expected), case.name)
-        if expectation_and_study in done:
+        if expectation_and_study in visited:
             continue
-        done.add(expectation_and_study)
+        visited.add(expectation_and_study)
         for row in _other_parts(case.expected, case.findings):
             if row not in rows:
                 rows.append(row)
@@ -417,12 +433,13 @@ def _other_parts(expected: Expectation, findings: Findings) -> Iterator[Row]:
         expected_of_arm = expected
         if expected.versus:
             # The rows compare each variant with the baseline.
-            variant = study.bare(arm.variant)
+            variant = study.bare(arm.variant)  # 'qk/no_v [d_ff]' -> 'qk/no_v'
             expected_of_arm = Expectation(expected.study, variant, expected.relation)
+        has_equal_counts = study.match is not None
         comparison_by_kind = {
             Kind.SAME_SHAPE: arm.parts.same_shape,
             Kind.REINVESTED: arm.parts.reinvesting,
-            Kind.MATCHED: arm.comparison if study.match is not None else None,
+            Kind.MATCHED: arm.comparison if has_equal_counts else None,
         }
         for kind, comparison in comparison_by_kind.items():
             is_expected = kind == expected.at and not expected.versus
@@ -451,11 +468,13 @@ def _row_of_difference(
         low, high = expected.reported
         row_fields['expected'] = (low + high) / 2
         row_fields['tolerance'] = (high - low) / 2
-    if comparison is arm.comparison:
+    is_whole_difference = comparison is arm.comparison
+    if is_whole_difference:
         row_fields['loss'] = arm.loss.mean if arm.loss else None
         row_fields['is_short'] = bool(arm.shortfalls)
         row_fields['yardstick'] = yardstick_text(findings, arm)
-        # With `expected.versus`, this is not the difference whose settling is known.
+        # `settling` says how longer training changes a difference, here the one from the baseline.
+        # With `expected.versus`, `comparison` is another difference.
         if arm.settling and arm.settling.short == comparison.difference.mean:
             row_fields['length'] = length_words(arm.settling)
     return difference_row(
@@ -486,10 +505,10 @@ def yardstick_text(findings: Findings, arm: TrainedArm) -> str | None:
 
 
 def _models(study_name: str, findings: Findings) -> Iterator[str]:
-    """Yields a text for each baseline with its size, training, loss and yardstick, such as
+    """Yields a text for each baseline of a study: its size, training, loss and yardstick.
 
-    'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test loss 1.272
-    (5-gram 1.457)'
+    For example, 'lm, d_model=96 on stdlib: 297,632 parameters, 2,000 steps, 4,096,000 tokens, test
+    loss 1.272 (5-gram 1.457)'.
     """
     study = findings.study
     for arm in baselines(study, findings.every_arm):
@@ -509,7 +528,7 @@ def _models(study_name: str, findings: Findings) -> Iterator[str]:
 
 
 def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
-    """Returns commits, devices and total training seconds of all runs.
+    """Returns the commits and the devices of all runs as text, and their total training seconds.
 
     Without runs, the commit and the device are those of this process.
     """
@@ -524,8 +543,9 @@ def _provenance(studies: Iterable[Findings]) -> tuple[str, str, float]:
     commits = set()
     devices = set()
     for provenance in provenances:
-        commit = dict(flat(provenance)).get('git.commit') or NOT_RECORDED
-        commits.add(commit[:12])
+        value_by_name = dict(flat(provenance))  # by names such as 'git.commit'
+        commit = value_by_name.get('git.commit')
+        commits.add(commit[:12] if commit else NOT_RECORDED)
         devices.add(device(provenance))
     seconds = sum(trial.train_seconds or 0.0 for trial in first_trials)
     return ', '.join(sorted(commits)), ', '.join(sorted(devices)), seconds

@@ -130,6 +130,7 @@ def _differences_of_variant(results: Results, model_name: str, variant: str) -> 
     the model, then larger sizes.
     """
     model = MODELS[model_name]
+    # Of translation and 'qk/no_v', for example, it is 'qk/vo?encoder_variant=qk/no_v'.
     arm_variant = model.template.format(variant)
     differences: list[_Difference] = []
     for study in model.studies:
@@ -138,7 +139,7 @@ def _differences_of_variant(results: Results, model_name: str, variant: str) -> 
     for study in model.longer_studies:
         for difference in _differences_in(results, study, model_name, arm_variant):
             if difference.row.kind == Kind.MATCHED:
-                # Whether the difference lasts is stated in the row of the shorter training.
+                # The row of the shorter training states whether the difference lasts.
                 row = dataclasses.replace(difference.row, kind=Kind.LONGER, length=None)
                 differences.append(_Difference(row, difference.baseline))
 
@@ -160,8 +161,10 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
     if findings is None:
         return
     study = findings.study
-    for arm, baseline in reversed(with_baselines(findings.arms)):
-        if arm.variant != variant or arm.is_baseline or baseline is None or not arm.chosen:
+    smallest_first = with_baselines(findings.arms)
+    for arm, baseline in reversed(smallest_first):
+        is_compared_variant = arm.variant == variant and not arm.is_baseline
+        if not is_compared_variant or baseline is None or not arm.chosen:
             continue
         context = {
             'model': model,
@@ -174,9 +177,7 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
         at_same_shape = arm.parts.same_shape
         if at_same_shape:
             control_key = arm.key._replace(variant=study.bare(arm.variant), control=SAME_SHAPE)
-            is_control_short = any(
-                control.shortfalls for control in findings.controls if control.key == control_key
-            )
+            controls = [control for control in findings.controls if control.key == control_key]
             row = difference_row(
                 variant,
                 Kind.SAME_SHAPE,
@@ -185,7 +186,7 @@ def _differences_in(results: Results, name: str, model: str, variant: str) -> It
                 # Only the whole difference has a verdict.
                 decision=WITHHELD if decision == WITHHELD else None,
                 study=name,
-                is_short=is_control_short,
+                is_short=any(control.shortfalls for control in controls),
             )
             yield _Difference(row, baseline)
         if arm.comparison:
@@ -229,8 +230,10 @@ def write(directory: str | Path, name: str, records: Iterable[Record]) -> Path:
         rows = []
         for row in record.rows:
             row_fields = _non_default_fields(row)
-            rows.append({field: rounded(value) for field, value in row_fields.items()})
-        objects.append(_non_default_fields(record) | {'rows': rows})
+            rows.append({name: rounded(value) for name, value in row_fields.items()})
+        record_fields = _non_default_fields(record)
+        record_fields['rows'] = rows
+        objects.append(record_fields)
     path = as_path(directory) / name
     write_json(path, objects)
     return path
@@ -268,14 +271,16 @@ def _read(path: Path, cls: type[Record]) -> tuple[Record, ...]:
     if not path.is_file():
         raise ReportError(f'{path} does not exist; {remedy}.')
     records = []
-    where = ''  # the name of the record, for error messages
+    schema = [{'name': str, 'rows': list}]  # a list of objects with at least these fields
+    where = ''  # the name of the record that is read, such as 'B2: ', for error messages
     try:
-        for record in parse_file(path, [{'name': str, 'rows': list}]):
+        for record in parse_file(path, schema):
             where = f'{record["name"]}: '
             rows = tuple(read_dataclass(Row, row) for row in record['rows'])
             records.append(read_dataclass(cls, record, rows=rows))
     except ValueError as error:
-        raise damaged_file_error(path, ValueError(f'{where}{error}'), remedy) from error
+        located_error = ValueError(f'{where}{error}')
+        raise damaged_file_error(path, located_error, remedy) from error
     return tuple(records)
 
 
@@ -297,10 +302,11 @@ def export(decided: Iterable[ClaimResult], results: Results, destination: str | 
         findings = results.study(name)
         if findings is None:
             continue
-        # Studies beside this one that train longer say which of its differences are settled.
-        for longer_study in longer.studies_beside(findings.study):
-            if longer_study.name not in names:
-                names.append(longer_study.name)
+        # Studies beside this one that train longer say which of its differences are settled. The
+        # loop reaches the names that are appended.
+        for longer_directory in longer.studies_beside(findings.study):
+            if longer_directory.name not in names:
+                names.append(longer_directory.name)
         # A study cannot be read without the studies that it repeats.
         for earlier in findings.study.earlier:
             if earlier.path is not None:
@@ -365,8 +371,8 @@ def mismatch(stored: Record, recomputed: Record) -> str | None:
             agrees = text_difference(old_value, new_value, _counts_agree) is None
         elif row_name and isinstance(old_value, float) and isinstance(new_value, float):
             agrees = near(old_value, new_value)
-            if old[f'{row_name}.kind'] == Kind.EXACT:
-                agrees = agrees or abs(old_value - new_value) <= old[f'{row_name}.tolerance']
+            if not agrees and old[f'{row_name}.kind'] == Kind.EXACT:
+                agrees = abs(old_value - new_value) <= old[f'{row_name}.tolerance']
         else:
             agrees = old_value == new_value
         if not agrees:
@@ -380,7 +386,8 @@ def mismatch(stored: Record, recomputed: Record) -> str | None:
 def _values(record: ClaimResult | Answer) -> dict[str, Any]:
     """Returns the values of a claim or answer by name, such as 'verdict' or 'rows.0.value'."""
     rows = {index: vars(row) for index, row in enumerate(record.rows)}
-    return dict(flat(vars(record) | {'rows': rows}))
+    nested = vars(record) | {'rows': rows}
+    return dict(flat(nested))
 
 
 def _counts_agree(old: str, new: str) -> bool:

@@ -25,7 +25,8 @@ def early(findings: Findings) -> list[Row]:
         the margin. The row refutes the claim if every change is equivalent to zero.
     """
     margin = findings.study.margin
-    curves_by_arm: dict[ArmKey, list[dict[int, float]]] = {}  # a curve for each seed
+    # For each arm, a curve of differences for each seed.
+    curves_by_arm: dict[ArmKey, list[dict[int, float]]] = {}
     looks: dict[ArmKey, int] = {}
     diverged: dict[ArmKey, tuple[int, int]] = {}  # numbers of trials, (the arm's, the baseline's)
     for arm, baseline in _arms_with_baselines(findings):
@@ -52,22 +53,27 @@ def early(findings: Findings) -> list[Row]:
             planned=findings.num_comparisons * len(early_steps),
             looks=looks,
         )
-        decisions = [judgement.decision for judgement in judged.values()]
-        # 'better' and 'worse' mean a change by more than the margin.
-        num_changed = decisions.count(Decision.BETTER) + decisions.count(Decision.WORSE)
-        if num_changed:
-            speaks = Speaks.FOR
-        elif set(decisions) == {Decision.EQUIVALENT}:
-            speaks = Speaks.AGAINST
-        else:
-            speaks = Speaks.OPEN
-        quantity = 'arms whose difference changes by more than the margin'
         context = {
             'arms': str(len(curves_by_arm)),
             'fraction of the steps': f'{step / last_step:g}',
         }
-        rows.append(Row(quantity, Kind.MEASURED, context, float(num_changed), speaks))
+        decisions = [judgement.decision for judgement in judged.values()]
+        rows.append(_row_of_changed_arms(decisions, context))
     return rows
+
+
+def _row_of_changed_arms(decisions: list[Decision], context: Mapping[str, str]) -> Row:
+    """Returns the row of `early` for one step, from the decisions on the changes of the arms."""
+    # 'better' and 'worse' mean a change by more than the margin.
+    num_changed = decisions.count(Decision.BETTER) + decisions.count(Decision.WORSE)
+    if num_changed:
+        speaks = Speaks.FOR
+    elif set(decisions) == {Decision.EQUIVALENT}:
+        speaks = Speaks.AGAINST
+    else:
+        speaks = Speaks.OPEN
+    quantity = 'arms whose difference changes by more than the margin'
+    return Row(quantity, Kind.MEASURED, context, float(num_changed), speaks)
 
 
 def growth(findings: Findings, variant: str) -> list[Row]:
@@ -86,10 +92,13 @@ def growth(findings: Findings, variant: str) -> list[Row]:
         if arm.variant != variant or arm.key.control != SAME_SHAPE:
             continue
         curves = _differences_by_step(arm, baseline)
-        if not curves or len(curves[0]) < 2:
+        if not curves:
             continue
-        first_step = min(curves[0])
-        last_step = max(curves[0])
+        steps = list(curves[0])  # those of every seed
+        if len(steps) < 2:
+            continue
+        first_step = min(steps)
+        last_step = max(steps)
         growth_by_seed = [curve[last_step] - curve[first_step] for curve in curves]
         mean_growth = inference.paired_test(growth_by_seed, margin)
         quantity = f'growth of the difference from {first_step / last_step:.0%} of the steps on'
@@ -110,7 +119,8 @@ def at_one_rate(findings: Findings, variant: str) -> list[Row]:
     margin = findings.study.margin
     rows = []
     for arm, baseline in _arms_with_baselines(findings):
-        if findings.study.bare(arm.variant) != variant or arm.difference is None:
+        variant_of_arm = findings.study.bare(arm.variant)  # 'qk/no_v [d_ff]' -> 'qk/no_v'
+        if variant_of_arm != variant or arm.difference is None:
             continue
         quantity = f'{variant} at one learning rate for both'
         context = context_of(findings, arm)
@@ -160,7 +170,10 @@ def _change(
 
 
 def _differences_by_step(arm: TrainedArm, baseline: TrainedArm) -> list[dict[int, float]]:
-    """Returns the validation loss minus the baseline's by step: a dict for each shared seed."""
+    """Returns the validation loss minus the baseline's, by step.
+
+    The list has a dict for each seed that both arms have.
+    """
     baseline_trials = baseline.by_seed
     curves = []
     for seed, trial in arm.by_seed.items():

@@ -41,18 +41,9 @@ def needed(row: Row, arm: TrainedArm) -> Need:
         f'{row.quantity} at {arm.size} on {arm.corpus}, {trial.parameters["total"]:,} '
         f'parameters and {trial.num_tokens:,} tokens a run'
     )
-    # Cases in which more seeds do not help.
-    if verdict.decision is Decision.NO_VERDICT:
-        why = reasons(arm) or 'not tuned'
-        text = (
-            f'runs that qualify for a verdict, for {where}. The stored runs do not qualify: {why}'
-        )
-        return Need(math.inf, text)
-    reason_codes = {reason.code for reason in verdict.reasons}
-    if ReasonCode.DIVERGED in reason_codes:
-        return Need(math.inf, f'trials that do not diverge, for {where}')
-    if ReasonCode.SPLITS_DISAGREE in reason_codes:
-        return Need(math.inf, f'a validation split that agrees, for {where}')
+    need_beside_seeds = _need_beside_seeds(arm, where)
+    if need_beside_seeds is not None:
+        return Need(math.inf, need_beside_seeds)
 
     bound = _bound(row, difference)
     distance = bound - difference.mean
@@ -81,6 +72,25 @@ def needed(row: Row, arm: TrainedArm) -> Need:
     return Need(seeds, f'{text}, {task}')
 
 
+def _need_beside_seeds(arm: TrainedArm, where: str) -> str | None:
+    """Returns what an arm needs if more seeds alone would not decide it; None if they would.
+
+    `where` names the arm in the text.
+    """
+    verdict = arm.verdict
+    if verdict.decision is Decision.NO_VERDICT:
+        why = reasons(arm) or 'not tuned'
+        return (
+            f'runs that qualify for a verdict, for {where}. The stored runs do not qualify: {why}'
+        )
+    reason_codes = {reason.code for reason in verdict.reasons}
+    if ReasonCode.DIVERGED in reason_codes:
+        return f'trials that do not diverge, for {where}'
+    if ReasonCode.SPLITS_DISAGREE in reason_codes:
+        return f'a validation split that agrees, for {where}'
+    return None
+
+
 def _bound(row: Row, difference: Difference) -> float:
     """Returns the bound at which a relation changes between true and false, in nats/token.
 
@@ -92,5 +102,6 @@ def _bound(row: Row, difference: Difference) -> float:
         return min(reported_range, key=lambda bound: abs(bound - difference.mean))
     sign: float | None = _SIGN_OF_MARGIN.get(row.relation or '')
     if sign is None:
-        sign = math.copysign(1, difference.mean)  # of the nearer bound
+        # Both -margin and margin are bounds. The nearer one has the sign of the difference.
+        sign = math.copysign(1, difference.mean)
     return sign * difference.margin

@@ -139,16 +139,19 @@ def group_parts(rows: Iterable[Row]) -> list[dict[str, Row]]:
 
     Returns:
         A dict of rows by kind for each group: {'removed': ..., 'reinvested': ..., 'matched': ...}.
-        Kinds may be missing. Of two rows of one kind, a deciding one (not BESIDE) is kept.
+        Kinds may be missing. Of two rows of one kind, the one that decides the claim is kept.
     """
     groups: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row.kind not in PARTS:
             continue
-        context = {factor: value for factor, value in row.context.items() if factor != 'shape'}
-        key = (row.quantity, *context.items())
-        row_by_kind = groups.setdefault(key, {})
-        if row.speaks != Speaks.BESIDE or row.kind not in row_by_kind:
+        context = dict(row.context)
+        context.pop('shape', None)
+        group_key = (row.quantity, *context.items())
+        row_by_kind = groups.setdefault(group_key, {})
+        is_first_of_kind = row.kind not in row_by_kind
+        is_deciding = row.speaks != Speaks.BESIDE  # a row BESIDE the claim is only shown
+        if is_first_of_kind or is_deciding:
             row_by_kind[row.kind] = dataclasses.replace(row, context=context)
     return list(groups.values())
 
@@ -161,9 +164,8 @@ def differing_factors(rows: Sequence[Row]) -> list[str]:
     differing = []
     for factor in all_factors:
         values = {row.context.get(factor) for row in rows}
-        repeats_quantity = all(
-            row.context.get(factor, row.quantity) == row.quantity for row in rows
-        )
+        with_factor = [row for row in rows if factor in row.context]
+        repeats_quantity = all(row.context[factor] == row.quantity for row in with_factor)
         if len(values) > 1 and not repeats_quantity:
             differing.append(factor)
     return differing
@@ -185,7 +187,7 @@ def context_texts(row: Row, factors: Iterable[str]) -> list[str]:
             value = _SHAPES_OF_CONTEXT.get(value, value)
         if row.kind == Kind.EXACT:
             texts.append(f'{words(factor)}: {value}')
-        elif value[:1].isdigit() or factor == 'without':
+        elif value[:1].isdigit() or factor == 'without':  # value '500', or 'W_Q'
             texts.append(f'{words(factor)} {value}')
         else:
             texts.append(value)
@@ -232,10 +234,11 @@ def verdicts_markdown(directory: Path, base: str, page: str = 'claims_{}.md') ->
     """
     claims = export.read_claims(directory)
     counts = Counter(claim.verdict for claim in claims)
+    counts_in_order = {verdict: counts[verdict] for verdict in PHRASES if counts[verdict]}
     return _template('verdicts.md.j2').render(
         base=base,
         claims=claims,
-        counts={verdict: counts[verdict] for verdict in PHRASES if counts[verdict]},
+        counts=counts_in_order,
         table_of_claims=_table_of_claims(claims, page),
     )
 
@@ -291,6 +294,8 @@ def answers_markdown(directory: Path, base: str) -> str:
         for kind in SHAPES:
             if any(answer.row(model, kind) for answer in answers):
                 columns.append((model, kind))
+
+    # A title is paired with whether its column is aligned to the left.
     titles: list[Heading] = [('', True), ('size of attention', False)]
     for column in columns:
         model, kind = column
@@ -298,11 +303,12 @@ def answers_markdown(directory: Path, base: str) -> str:
         if column == _column_before_verdict(columns):
             titles.append(('verdict', True))
     lines = [_cells_of_answer(answer, columns) for answer in answers]
+    all_rows = [row for answer in answers for row in answer.rows]
     return _template('answers.md.j2').render(
         table=markdown_table(titles, lines),
         sources=_sources(answers),
-        has_short=any(row.is_short for answer in answers for row in answer.rows),
-        has_longer=any(row.kind == Kind.LONGER for answer in answers for row in answer.rows),
+        has_short=any(row.is_short for row in all_rows),
+        has_longer=any(row.kind == Kind.LONGER for row in all_rows),
         figure=f'{base}/plots/answers.png' if answers_figure(answers) else None,
     )
 
@@ -334,6 +340,7 @@ def short_answers_markdown(directory: Path, _: str = '') -> str:
             answers.append(judged_answer)
 
     columns = [DECIDED_IN]
+    # A title is paired with whether its column is aligned to the left.
     titles: list[Heading] = [
         ('', True),
         ('size of attention', False),
@@ -369,7 +376,8 @@ def _cells_of_answer(answer: export.Answer, columns: Sequence[tuple[str, Kind]])
         size = f'{percent:+d} %' if percent else '0 %'
     cells = [answer.name, size]
     for column in columns:
-        row = answer.row(*column)
+        model, kind = column
+        row = answer.row(model, kind)
         cells.append(_cell_of_difference(row))
         if column == _column_before_verdict(columns):
             cells.append(_verdict_of_answer(answer))
@@ -381,17 +389,21 @@ def _column_before_verdict(columns: Sequence[tuple[str, Kind]]) -> tuple[str, Ki
     if DECIDED_IN not in columns:
         return None
     decided_model, _ = DECIDED_IN
-    return [(model, kind) for model, kind in columns if model == decided_model][-1]
+    columns_of_model = [(model, kind) for model, kind in columns if model == decided_model]
+    return columns_of_model[-1]
 
 
 def _verdict_of_answer(answer: export.Answer) -> str:
     """Formats the verdict of the row DECIDED_IN: 'worse at this length: grows'."""
-    row = answer.row(*DECIDED_IN)
+    model, kind = DECIDED_IN
+    row = answer.row(model, kind)
     if row is None:
         return NONE
-    # The text goes on with ' to +0.0910 at 4 times the steps', a number of the column beside it.
-    length, _, _ = (row.length or '').partition(' to ')
-    return decision_at_length(row.decision or NONE, length)
+    # 'at this length: grows to +0.0910 at 4 times the steps' -> 'at this length: grows'. The number
+    # is in the column beside the verdict.
+    length = row.length or ''
+    length_without_number, _, _ = length.partition(' to ')
+    return decision_at_length(row.decision or NONE, length_without_number)
 
 
 def _sources(answers: Iterable[export.Answer]) -> dict[str, dict[tuple, list[str | None]]]:
@@ -447,6 +459,7 @@ def _template(name: str) -> jinja2.Template:
     templates = environment(html=False).overlay(
         loader=jinja2.PackageLoader('experiments.claims'), keep_trailing_newline=True
     )
+    # Functions and constants that the templates use.
     templates.globals |= {
         'phrases': PHRASES,
         'timedelta': datetime.timedelta,
@@ -472,11 +485,12 @@ def _table_of_claims(claims: Sequence[ClaimResult], page: str) -> str:
     ]
     lines = []
     for claim in claims:
-        link = f'{page.format(claim.name[0].lower())}#{claim.name.lower()}'
+        group_letter = claim.name[0].lower()
+        link = f'{page.format(group_letter)}#{claim.name.lower()}'  # 'claims_b.md#b2'
         phrase = PHRASES[ClaimVerdict(claim.verdict)]
-        # 'holds only if' is not the end of a sentence.
-        is_conditional = claim.verdict == ClaimVerdict.HOLDS_ONLY_IF
-        verdict = phrase.of_one if is_conditional else claim.verdict
+        verdict = claim.verdict
+        if verdict == ClaimVerdict.HOLDS_ONLY_IF:
+            verdict = phrase.of_one  # 'holds under a condition', which can end a sentence
         row = claim.decisive
         lines.append(
             [
@@ -513,10 +527,10 @@ def decisive(claim: ClaimResult) -> str:
     if row is None:
         return ''
     text = _evidence(row)
-    context = dict.fromkeys(context_texts(row, row.context))
-    context.pop(row.quantity, None)
-    if context:
-        text += f' ({", ".join(context)})'
+    distinct_texts = dict.fromkeys(context_texts(row, row.context))
+    distinct_texts.pop(row.quantity, None)  # `text` has it already
+    if distinct_texts:
+        text += f' ({", ".join(distinct_texts)})'
     return text
 
 
@@ -583,6 +597,7 @@ def _table_of_differences(differences: Sequence[Mapping[str, Row]]) -> str:
 
     A difference is a dict of rows by kind, as in `group_parts`.
     """
+    # A title is paired with whether its column is aligned to the left.
     titles: list[Heading] = [(title, False) for title in PARTS.values()]
     titles += [('verdict', True), *_TRAINING]
     first_rows = []
@@ -599,39 +614,40 @@ def _table_of_differences(differences: Sequence[Mapping[str, Row]]) -> str:
                 rows.append(row)
         decisions = dict.fromkeys(row.decision for row in rows if row.decision)
         verdict = ' / '.join(decisions) or NONE
+        for_or_against = _for_or_against(row_by_kind.values())
         first_rows.append(rows[0])
-        lines.append([*amounts, verdict, *_training(rows), _for_or_against(row_by_kind.values())])
+        lines.append([*amounts, verdict, *_training(rows), for_or_against])
     return _table('arm', titles, first_rows, lines)
 
 
 def _table_of_values(rows: Sequence[Row]) -> str:
     """Returns a table with a line for each row."""
+    # A title is paired with whether its column is aligned to the left.
     titles: list[Heading] = [('value', False), ('expected', False), ('verdict', True), *_TRAINING]
     lines = []
     for row in rows:
         verdict = row.decision or NONE
         training = _training([row])
-        lines.append([amount(row), _expected(row), verdict, *training, _for_or_against([row])])
+        for_or_against = _for_or_against([row])
+        lines.append([amount(row), _expected(row), verdict, *training, for_or_against])
     has_arms = any(row.decision for row in rows)
     first_title = 'arm' if has_arms else 'quantity'
     return _table(first_title, titles, rows, lines)
 
 
 def _training(rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of the columns _TRAINING, for one of the rows.
+    """Returns a line's cells about training: length, tokens, loss and yardstick of one of its rows.
 
-    The row is chosen in this order: deciding and with a loss, deciding, with a loss, any.
+    A row that decides the claim is preferred to one that is only shown, then a row with a loss.
     """
-    candidates = [row for row in rows if row.speaks != Speaks.BESIDE]
-    if not candidates:
-        candidates = list(rows)
+    deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
+    candidates = deciding or list(rows)
     with_loss = [row for row in candidates if row.loss is not None]
     row = with_loss[0] if with_loss else candidates[-1]
     loss = NONE
     if row.loss is not None:
-        loss = f'{row.loss:.3f}'
-        if row.is_short:
-            loss += '†'
+        dagger = '†' if row.is_short else ''
+        loss = f'{row.loss:.3f}{dagger}'
     return [row.length or NONE, si(row.tokens), loss, row.yardstick or NONE]
 
 
@@ -666,9 +682,9 @@ def _for_or_against(rows: Iterable[Row]) -> str:
     """Formats how rows speak for or against a claim: 'for', or 'for "worse", open "not better"'."""
     texts = []
     for row in rows:
-        if row.speaks == Speaks.BESIDE:
+        if row.speaks == Speaks.BESIDE:  # only shown
             continue
-        text = str(row.speaks)
+        text = str(row.speaks)  # 'for', 'against' or 'open'
         if row.relation:
             text += f' "{words(row.relation)}"'
         texts.append(text)
@@ -688,6 +704,7 @@ def claim_figure(claim: ClaimResult) -> Drawing:
     several lines have the same quantity.
     """
     differences = group_parts(claim.rows)
+    # The rows of a difference have the same quantity and context.
     first_rows = [next(iter(row_by_kind.values())) for row_by_kind in differences]
     quantities = {row.quantity for row in first_rows}
     factors = []
@@ -750,6 +767,7 @@ def answers_figure(answers: Sequence[export.Answer]) -> Drawing | None:
         return None
     panels = {SHAPES[kind].panel: lines}
     black = Decision.NO_VERDICT.value
+    # With `far`, the axis reaches to the largest difference.
     drawing = _drawing('answers', panels, black, margin=ANSWERS_MARGIN, far=math.inf)
     return dataclasses.replace(drawing, file_width=ANSWERS_WIDTH)
 
@@ -767,29 +785,30 @@ def _line(
     """Returns the line of a difference in a figure.
 
     Args:
-        row: The difference.
-        style_of: Lines with equal texts share a style.
+        row: The row of the difference.
+        style_of: Lines with equal texts here share a style.
         is_decided: Whether the name is bold.
         name: The text beside the axis.
         right: A text below the name.
         meaning: What the legend calls the marker of the difference.
-        longer_row: The difference after longer training, if it is shown below this one. Its style
-            is that of its own verdict.
+        longer_row: The row of the difference after longer training, if it is shown below this one.
+            Its style is that of its own verdict.
     """
     longer = None
     longer_arm = ''
     if longer_row is not None:
         longer = (longer_row.value, longer_row.low, longer_row.high)
         longer_arm = longer_row.decision or ''
+    # The reported range belongs to a row that decides the claim, not to one that is only shown.
+    is_deciding = row.speaks != Speaks.BESIDE
     reported = None
-    # A row that does not decide (BESIDE) has another shape than the reported range.
-    if row.speaks != Speaks.BESIDE and row.expected is not None and row.tolerance is not None:
+    if is_deciding and row.expected is not None and row.tolerance is not None:
         reported = (row.expected - row.tolerance, row.expected + row.tolerance)
     return Line(
-        style_of,
-        row.value,
-        row.low,
-        row.high,
+        arm=style_of,
+        mean=row.value,
+        low=row.low,
+        high=row.high,
         right=right,
         is_decided=is_decided,
         name=name,
@@ -804,10 +823,10 @@ def _line(
 def _drawing(stem: str, panels: Panels, black: str = '', **options: float) -> Drawing:
     """Returns a forest plot with the arm `black` in black. `options` are passed to `forest`."""
     all_lines = [line for lines in panels.values() for line in lines]
-    arms = dict.fromkeys(line.arm for line in all_lines)
+    arms = dict.fromkeys(line.arm for line in all_lines)  # an ordered set
     # Styles go by order, so those of longer training alone come last.
     arms |= dict.fromkeys(line.longer_arm for line in all_lines if line.longer_arm)
-    style_by_arm = styles(list(arms), black)
+    style_by_arm = styles(list(arms), baseline=black)
 
     def draw(width: float) -> Figure:
         xlabel = f'difference ({UNIT})'

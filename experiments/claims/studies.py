@@ -79,10 +79,11 @@ class Results:
 
     def with_repeats(self, claims: Iterable[Claim | ClaimResult]) -> list[str]:
         """Returns the distinct study names of claims, each followed by its repeats."""
-        names: dict[str, None] = {}
+        names: dict[str, None] = {}  # an ordered set
         for claim in claims:
             for study in claim.studies:
-                names |= dict.fromkeys(reversed(self.newest_first(study)))
+                oldest_first = reversed(self.newest_first(study))
+                names |= dict.fromkeys(oldest_first)
         return list(names)
 
     @functools.cached_property
@@ -109,10 +110,10 @@ class Results:
         """Returns what a study lacks, such as 'has no results'; None if it is complete."""
         findings = self.study(name)
         if findings is None:
-            if (self.directory / name / 'study.json').exists():
-                error = self._read[name]
-                return f'cannot be used: {error}'
-            return 'has no results'
+            if not (self.directory / name / 'study.json').exists():
+                return 'has no results'
+            error = self._read[name]
+            return f'cannot be used: {error}'
         if findings.study.missing:
             return f'lacks the results of {counted(findings.study.missing, "arm")}'
         if findings.study.problems:
@@ -131,6 +132,7 @@ class Results:
         baselines = rules.baselines(findings.study, findings.arms)
         may_decide = decisive and bool(baselines) and not findings.blocks
         for baseline in baselines:
+            # Reasons why the baseline is not trained well enough.
             reasons_untrained = list(rules.why_untrained(baseline))
             if baseline.blocks or reasons_untrained:
                 may_decide = False
@@ -147,7 +149,7 @@ def studies_of(claims: Iterable[Claim], scale: str) -> dict[str, Study]:
     The configs are sorted so that every study comes before its repeats.
     """
     configs: dict[str, Study] = {}
-    for name, file in cli.shipped(CONFIGS).items():
+    for name, file in cli.shipped(CONFIGS).items():  # 'lm_long': configs/claims/lm_long.py
         get_config = runpy.run_path(str(file))['get_config']
         configs[name] = get_config(scale)
 
@@ -215,10 +217,11 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
     for name in Results(directory).with_repeats(claims):
         results_file = directory / name / 'results.jsonl'
         report_file = directory / name / 'report.html'
-        if not results_file.exists() or not results_file.stat().st_size:
+        has_results = results_file.exists() and results_file.stat().st_size > 0
+        if not has_results:
             continue
         if report_file.exists() and report_file.stat().st_mtime >= results_file.stat().st_mtime:
-            continue
+            continue  # the report has all results
         try:
             with waiting(name, 'writing the report'):
                 write_report(directory / name)
@@ -229,15 +232,14 @@ def report(claims: Iterable[Claim], directory: Path) -> None:
 
 def costs(studies: Mapping[str, Study]) -> str:
     """Returns a table of the planned cost: a line for each study, and the total."""
-    runs_by_study: dict[str, list[PlannedRun]] = {}
+    lines = []
+    all_runs: list[PlannedRun] = []
     for name, study in studies.items():
         with waiting(name, 'planning'):
-            runs_by_study[name] = plan.fewest_runs(study, build_arms(study))
-    runs_by_study['total'] = [run for runs in runs_by_study.values() for run in runs]
-    rows = []
-    for name, runs in runs_by_study.items():
-        num_runs, num_trials, tokens, flops = plan.cost(runs)
-        rows.append([name, f'{num_runs:,}', f'{num_trials:,}', f'{tokens:.3g}', f'{flops:.3g}'])
+            runs = plan.fewest_runs(study, build_arms(study))
+        lines.append(_cells_of_cost(name, runs))
+        all_runs.extend(runs)
+    lines.append(_cells_of_cost('total', all_runs))
     # (title, whether the column is aligned to the left)
     titles = [
         ('study', True),
@@ -246,4 +248,10 @@ def costs(studies: Mapping[str, Study]) -> str:
         ('tokens', False),
         ('FLOPs', False),
     ]
-    return text_table(titles, rows)
+    return text_table(titles, lines)
+
+
+def _cells_of_cost(name: str, runs: list[PlannedRun]) -> list[str]:
+    """Returns a line of the table of costs: the name, then runs, trials, tokens and FLOPs."""
+    num_runs, num_trials, tokens, flops = plan.cost(runs)
+    return [name, f'{num_runs:,}', f'{num_trials:,}', f'{tokens:.3g}', f'{flops:.3g}']

@@ -82,11 +82,11 @@ def _one_sided_findings(verdict: Verdict, comparison: Comparison) -> list[str]:
     # so the findings do not add to the error rate.
     alpha = level(verdict.look) / max(1, verdict.num_comparisons)
     findings = []
-    p_not_better = difference.p_not_better
-    if p_not_better is not None and p_not_better <= alpha and validation_difference > -margin:
+    is_above = difference.p_not_better is not None and difference.p_not_better <= alpha
+    if is_above and validation_difference > -margin:
         findings.append(NOT_BETTER)
-    p_not_worse = difference.p_not_worse
-    if p_not_worse is not None and p_not_worse <= alpha and validation_difference < margin:
+    is_below = difference.p_not_worse is not None and difference.p_not_worse <= alpha
+    if is_below and validation_difference < margin:
         findings.append(NOT_WORSE)
     return findings
 
@@ -120,7 +120,7 @@ def truths_by_context(rows: Iterable[Row]) -> dict[Context, Speaks]:
     speaks_by_context: dict[Context, set[str]] = {}
     for row in rows:
         if row.speaks != Speaks.BESIDE:
-            context = tuple(row.context.items()) or CHECKS
+            context = tuple(row.context.items()) or CHECKS  # exact checks may have no context
             speaks_by_context.setdefault(context, set()).add(row.speaks)
 
     truth_by_context = {}
@@ -148,7 +148,8 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
         complete: Whether no results are missing.
     """
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
-    truths = set(truths_by_context(deciding).values())
+    truth_by_context = truths_by_context(deciding)
+    truths = set(truth_by_context.values())
     if Speaks.FOR in truths and Speaks.AGAINST in truths:
         return ClaimVerdict.HOLDS_ONLY_IF
     is_true = truths == {Speaks.FOR}
@@ -165,11 +166,16 @@ def verdict_on(rows: Iterable[Row], complete: bool = True) -> ClaimVerdict:
 def is_of_one_setting(rows: Iterable[Row]) -> bool:
     """Returns whether training decides a claim, and only one setting was trained."""
     deciding = [row for row in rows if row.speaks != Speaks.BESIDE]
-    settings = {tuple(row.context.get(factor) for factor in SETTING) for row in deciding}
-    # Exact checks have no size, corpus or steps.
-    settings.discard((None,) * len(SETTING))
-    is_exact = all(row.kind == Kind.EXACT for row in deciding)
-    return not is_exact and len(settings) <= 1
+    are_all_exact = all(row.kind == Kind.EXACT for row in deciding)
+    if are_all_exact:
+        return False
+    settings = set()
+    for row in deciding:
+        setting = tuple(row.context.get(factor) for factor in SETTING)  # size, corpus and steps
+        is_exact_check = set(setting) == {None}
+        if not is_exact_check:
+            settings.add(setting)
+    return len(settings) <= 1
 
 
 def condition_of(rows: Iterable[Row]) -> str:
@@ -200,7 +206,8 @@ def condition_of(rows: Iterable[Row]) -> str:
             distinct_values = dict.fromkeys(str(value) for value in true_values)
             return f'{factor}: {"; ".join(distinct_values)}'
 
-    shared_items = set.intersection(*(set(context_items) for context_items in truth_by_context))
+    # Pairs of a factor and its value that all contexts have.
+    shared_items = set.intersection(*map(set, truth_by_context))
     descriptions = []
     for context in true_contexts:
         differing_items = [item for item in context.items() if item not in shared_items]

@@ -35,7 +35,9 @@ from experiments.claims.claim import Row, Speaks, exact_row
 from qkattn.attention import Attention, AttentionSpec, Score, oracle
 from qkattn.stats import inference
 
-SCORES = ('shared_qk', 'qk')  # W W^T and W_Q W_K^T
+# Names of scores.
+SHARED = 'shared_qk'  # W W^T
+SEPARATE = 'qk'  # W_Q W_K^T
 
 
 def num_added_parameters(D: int, H: int, N: int = 1) -> int:
@@ -63,7 +65,7 @@ def merged_against_factored() -> Iterator[Row]:
                 formula = N * (D * D - 2 * D * H)
                 deviations.append(abs(num_added_parameters(D, H, N) - formula))
     quantity = f'largest deviation from N (D^2 - 2 D H), {len(deviations)} shapes'
-    yield exact_row(quantity, max(deviations), 0)
+    yield exact_row(quantity, max(deviations), expected=0)
 
 
 def heads_of_a_fixed_width() -> Iterator[Row]:
@@ -128,7 +130,8 @@ def where_they_cross() -> Iterator[Row]:
         """Returns how many more multiply-adds one matrix takes than two."""
         return compiled_multiply_adds('merged', T, D, H) - compiled_multiply_adds('qk', T, D, H)
 
-    # For each head size, the last T at which one matrix does not cost more.
+    # For each head size H, the last T at which one matrix does not cost more. By the formula, this
+    # is D (2 H - D) / (D - H), rounded down, or 0 if it is negative.
     last_cheaper_T = {48: D * (2 * 48 - D) // (D - 48), 16: 0}
     for H, expected_T in last_cheaper_T.items():
         # `added` grows with T, so bisection counts the T at which it is at most 0.
@@ -148,14 +151,25 @@ def symmetry() -> Iterator[Row]:
 
 def half_the_numbers() -> Iterator[Row]:
     """Checks that W W^T has about half the parameters and free parameters of W_Q W_K^T."""
+
+    def matrix(score: Score) -> jax.Array:
+        return score.matrix()
+
     for H in (4, 16):
         sizes: Options = {'d_model': 16, 'num_heads': 1, 'head_size': H}
         context: Options = {'part': 'half of A', 'head_size': H}
-        counts = [count_parameters(f'{name}/vo', 'score', **sizes) for name in SCORES]
-        yield exact_row('share of the parameters', counts[0] / counts[1], 1 / 2, **context)
-        scores = [random_layer(f'{name}/vo', **sizes).score for name in SCORES]
-        tied, free = [num_free_directions(lambda score: score.matrix(), score) for score in scores]
-        yield exact_row('share of the free parameters', tied / free, 1 / 2, 0.1, **context)
+        num_shared = count_parameters(f'{SHARED}/vo', 'score', **sizes)
+        num_separate = count_parameters(f'{SEPARATE}/vo', 'score', **sizes)
+        share = num_shared / num_separate
+        yield exact_row('share of the parameters', share, expected=1 / 2, **context)
+
+        free_of_shared = num_free_directions(matrix, random_layer(f'{SHARED}/vo', **sizes).score)
+        free_of_separate = num_free_directions(
+            matrix, random_layer(f'{SEPARATE}/vo', **sizes).score
+        )
+        share = free_of_shared / free_of_separate
+        quantity = 'share of the free parameters'
+        yield exact_row(quantity, share, expected=1 / 2, tolerance=0.1, **context)
 
 
 def half_the_pattern() -> Iterator[Row]:
@@ -168,9 +182,11 @@ def half_the_pattern() -> Iterator[Row]:
             part = f'half of the pattern, T {side} D'
             if causal:
                 part += ', causal mask'
-            tied, free = [num_free_directions_of_pattern(name, T, causal=causal) for name in SCORES]
+            free_of_shared = num_free_directions_of_pattern(SHARED, T, causal=causal)
+            free_of_separate = num_free_directions_of_pattern(SEPARATE, T, causal=causal)
+            share = free_of_shared / free_of_separate
             quantity = 'share of the free parameters of a pattern'
-            yield exact_row(quantity, tied / free, 1 / 2, 0.1, part=part, tokens=T)
+            yield exact_row(quantity, share, expected=1 / 2, tolerance=0.1, part=part, tokens=T)
 
 
 def num_free_directions_of_pattern(name: str, T: int, *, causal: bool) -> int:
@@ -202,12 +218,13 @@ def dominant_diagonal() -> Iterator[Row]:
     for H, side in ((4, '< ln T'), (64, '> 2 ln T')):
         s_XBNTS = scores_by_head_size[H]
         diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
-        shares_X = (diagonal_XBNT == s_XBNTS.max(-1)).mean((1, 2, 3))
-        share = inference.estimate(shares_X.tolist())
+        is_largest_XBNT = diagonal_XBNT == s_XBNTS.max(-1)
+        shares_X = is_largest_XBNT.mean((1, 2, 3))  # of each seed
+        share = inference.estimate(shares_X.tolist())  # mean and 95 % interval
         expected = stats.chi.expect(lambda q: stats.norm.cdf(q) ** (T - 1), args=(H,))
         part = f'diagonal the largest of its row, H {side}'
         quantity = 'share of rows; the claim needs more than 0.5'
-        row = exact_row(quantity, share.mean, expected, 0.05, part=part, head_size=H)
+        row = exact_row(quantity, share.mean, expected, tolerance=0.05, part=part, head_size=H)
         # The claim is about one half, and not about the formula.
         speaks = Speaks.FOR if share.low > 1 / 2 else Speaks.AGAINST
         yield dataclasses.replace(row, low=share.low, high=share.high, speaks=speaks)
@@ -216,11 +233,11 @@ def dominant_diagonal() -> Iterator[Row]:
     diagonal_XBNT = np.diagonal(s_XBNTS, axis1=-2, axis2=-1)
     is_largest_XBN = diagonal_XBNT.max(-1) == s_XBNTS.max((-1, -2))
     part = 'diagonal has the largest score of all'
-    yield exact_row('share of sequences', is_largest_XBN.mean(), 1, part=part)
-    others_XBNT = np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)
-    is_above_XBNT = diagonal_XBNT >= others_XBNT
+    yield exact_row('share of sequences', is_largest_XBN.mean(), expected=1, part=part)
+    sum_of_others_XBNT = np.abs(s_XBNTS).sum(-1) - np.abs(diagonal_XBNT)
+    is_above_XBNT = diagonal_XBNT >= sum_of_others_XBNT
     part = 'diagonal above the sum of its row'
-    yield exact_row('share of rows, H = 64', is_above_XBNT.mean(), 1, part=part)
+    yield exact_row('share of rows, H = 64', is_above_XBNT.mean(), expected=1, part=part)
 
 
 def _initial_scores(T: int, D: int, H: int) -> np.ndarray:

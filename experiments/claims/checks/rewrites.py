@@ -49,19 +49,19 @@ BETWEEN = 'between W_Q and W_K'
 LAYER = 'layer'
 WIDTH = 'width of the shared projection'
 # Contexts of rows.
-NOTHING: Options = {BETWEEN: 'nothing'}
-SINGLE: Options = {LAYER: 'single head'}
-WIDE: Options = {WIDTH: 'R >= D'}
-ENTRIES: Options = {'optimizer': 'Adam, entry by entry'}
-WHOLE: Options = {'optimizer': 'Muon, matrix by matrix'}
-L2: Options = {'decay': 'in the loss'}
-DECOUPLED: Options = {'decay': 'AdamW without gradient noise'}
+NOTHING_BETWEEN: Options = {BETWEEN: 'nothing'}
+SINGLE_HEAD: Options = {LAYER: 'single head'}
+WIDE_PROJECTION: Options = {WIDTH: 'R >= D'}
+ADAM_CONTEXT: Options = {'optimizer': 'Adam, entry by entry'}
+MUON_CONTEXT: Options = {'optimizer': 'Muon, matrix by matrix'}
+L2_CONTEXT: Options = {'decay': 'in the loss'}
+ADAMW_CONTEXT: Options = {'decay': 'AdamW without gradient noise'}
 # The option of a layer that rotates queries and keys.
 ROPE: Options = {'positions': 'rope'}
 # The singular values of the matrix that descent with weight decay approaches.
 SPECTRUM = np.array([1.0, 0.8, 0.6, 0.4, 0.2])
 # A quantity of rows.
-LEFT = 'share of the attention parameters that is left'
+SHARE_LEFT = 'share of the attention parameters that is left'
 # Tensors of a published GPT-2: W_Q, W_K and W_V side by side, and W_O.
 C_ATTN = 'h.0.attn.c_attn.weight'
 C_PROJ = 'h.0.attn.c_proj.weight'
@@ -77,11 +77,11 @@ def one_matrix() -> Iterator[Row]:
     merged = merge(attention)
     x_BTD = random_stream()
     inputs = [softmax_input(merged, x_BTD), softmax_input(attention, x_BTD)]
-    yield equality_row('change of the softmax input', *inputs, **NOTHING)
-    yield same_output_row('', merged, attention, **NOTHING)
+    yield equality_row('change of the softmax input', *inputs, **NOTHING_BETWEEN)
+    yield same_output_row(change='', changed=merged, original=attention, **NOTHING_BETWEEN)
     for H in (8, 32):
         A_NDE = random_layer(num_heads=1, head_size=H).score.matrix()
-        yield exact_row('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING, head_size=H)
+        yield exact_row('rank of W_Q W_K^T', rank(A_NDE), H, **NOTHING_BETWEEN, head_size=H)
 
 
 def what_stands_between() -> Iterator[Row]:
@@ -96,8 +96,8 @@ def what_stands_between() -> Iterator[Row]:
     for name, options in layers.items():
         s_BNTS = softmax_input(random_layer(d_model=8, num_heads=1, **options), x_BTD)
         quantity = 'error of the best W_QK, relative to the softmax input'
-        context = {BETWEEN: name}
-        yield exact_row(quantity, fit_error(pairs, s_BNTS), 0, SAME, **context)
+        context: Options = {BETWEEN: name}
+        yield exact_row(quantity, fit_error(pairs, s_BNTS), expected=0, tolerance=SAME, **context)
 
 
 def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.ndarray:
@@ -107,16 +107,21 @@ def square_attention(x_BTD: np.ndarray, square: Square, num_heads: int) -> np.nd
     """
 
     def projected(name: str) -> np.ndarray:
+        """Multiplies x by a matrix, and splits the columns into heads."""
         heads = np.split(x_BTD @ square[name], num_heads, axis=2)
         return np.stack(heads, axis=1)
 
     q_BNTH = projected('w_q')
     k_BNSH = projected('w_k')
     v_BNSH = projected('w_v')
-    s_BNTS = q_BNTH @ k_BNSH.swapaxes(2, 3) / np.sqrt(k_BNSH.shape[3])
-    p_BNTS = oracle.probabilities(s_BNTS, np.tri(x_BTD.shape[1], dtype=bool))
-    o_NBTH = np.moveaxis(p_BNTS @ v_BNSH, 1, 0)
-    o_BTD = np.concatenate(list(o_NBTH), axis=2)
+    T = x_BTD.shape[1]
+    H = k_BNSH.shape[3]
+    s_BNTS = q_BNTH @ k_BNSH.swapaxes(2, 3) / np.sqrt(H)
+    causal_TS = np.tri(T, dtype=bool)
+    p_BNTS = oracle.probabilities(s_BNTS, causal_TS)
+    o_BNTH = p_BNTS @ v_BNSH
+    heads = [o_BNTH[:, head] for head in range(num_heads)]
+    o_BTD = np.concatenate(heads, axis=2)
     return o_BTD @ square['w_o']
 
 
@@ -126,7 +131,9 @@ def gpt2() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in published.shapes(config).items():
-        tensors[name] = rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5
+        normal = rng.normal(size=shape).astype(np.float32)
+        num_inputs = shape[0]
+        tensors[name] = normal / num_inputs**0.5
     return tensors
 
 
@@ -151,7 +158,8 @@ def side_by_side() -> Iterator[Row]:
     output_of_heads_BTD = oracle.attention(A_NDE, B_NDE, x_BTD, x_BTD, mask_BTS, scale=scale)
     quantity = 'change of the output, D x D against N of D x H, by A[n] and B[n]'
     yield equality_row(quantity, output_of_heads_BTD, square_output_BTD)
-    yield exact_row('parameters of the rectangular matrices', count_parameters('qk/vo'), 4 * D * D)
+    num_rectangular = count_parameters('qk/vo')
+    yield exact_row('parameters of the rectangular matrices', num_rectangular, 4 * D * D)
 
 
 def without_w_q(attention: Attention) -> Attention:
@@ -163,7 +171,7 @@ def without_w_q(attention: Attention) -> Attention:
     rewritten = random_layer('query_free_full/vo', num_heads=attention.spec.num_heads)
     score = attention.score
     w_k_DNE = np.einsum('DNH,ENH->DNE', score.w_k_DKH[...], score.w_q_DNH[...])
-    # The scores of the two layers are scaled by different numbers.
+    # Each layer multiplies its scores by its own scale.
     rewritten.score.w_k_DNE[...] = score.scale / rewritten.score.scale * w_k_DNE
     rewritten.value = attention.value
     return rewritten
@@ -178,37 +186,51 @@ def share_left(variant: str, num_heads: int) -> float:
 def queries_of_one_head() -> Iterator[Row]:
     """Checks that a single head can do without W_Q, unless it has biases or rotary positions.
 
-    Then no W_K' gives the same scores. The error is that of the best W_K', fitted by least squares
-    to the softmax input of 24 tokens. Both sides are centred over keys, because the softmax ignores
-    a constant that is added to all scores of a query.
+    Without biases and rotation, W_K' = W_K W_Q^T is exact.
     """
-    # A head without biases and rotation: W_K' = W_K W_Q^T is exact.
     attention = random_layer(num_heads=1)
     without = without_w_q(attention)
     x_BTD = random_stream()
     inputs = [softmax_input(without, x_BTD), softmax_input(attention, x_BTD)]
-    yield equality_row('change of the softmax input, W_Q removed', *inputs, **SINGLE)
-    yield same_output_row(', W_Q removed', without, attention, **SINGLE)
-    yield exact_row(LEFT, share_left('query_free/vo', 1), 3 / 4, **SINGLE)
+    yield equality_row('change of the softmax input, W_Q removed', *inputs, **SINGLE_HEAD)
+    yield same_output_row(', W_Q removed', without, attention, **SINGLE_HEAD)
+    share = share_left('query_free/vo', num_heads=1)
+    yield exact_row(SHARE_LEFT, share, expected=3 / 4, **SINGLE_HEAD)
 
     # With biases, the score of tokens t and s is x_t W_K'^T y_s. With rotation, it is
     # x_t R(t - s) W_K'^T y_s: the query x_t R(t - s) depends on s, too.
-    x_BTD = random_stream(24, d_model=8)
-    plain_BTSD = jnp.stack([x_BTD] * 24, axis=2)
-    positions_T = jnp.arange(24)
-    rotated = [rotate(x_BTD[:, :, None], positions_T - s)[:, :, 0] for s in range(24)]
+    T = 24
+    x_BTD = random_stream(T, d_model=8)
+    plain_BTSD = jnp.stack([x_BTD] * T, axis=2)
+    positions_T = jnp.arange(T)
+    rotated = [rotate(x_BTD[:, :, None], positions_T - s)[:, :, 0] for s in range(T)]
     rotated_BTSD = jnp.stack(rotated, axis=2)
-    for name, options, queries_BTSD in (
-        ('biases', {'biases': True}, plain_BTSD),
-        ('RoPE', ROPE, rotated_BTSD),
-    ):
-        s_BTS = softmax_input(random_layer(d_model=8, num_heads=1, **options), x_BTD)[:, 0]
-        pairs_BTSDE = jnp.einsum('BTSD,BSE->BTSDE', queries_BTSD, x_BTD)
-        centred_pairs_BTSDE = pairs_BTSDE - pairs_BTSDE.mean(2, keepdims=True)
-        centred_s_BTS = s_BTS - s_BTS.mean(2, keepdims=True)
-        error = fit_error(centred_pairs_BTSDE, centred_s_BTS)
-        quantity = "error of the best W_K', relative to the softmax input"
-        yield exact_row(quantity, error, 0, SAME, layer=f'single head, {name}')
+    yield _row_of_best_keys('biases', {'biases': True}, plain_BTSD, x_BTD)
+    yield _row_of_best_keys('RoPE', ROPE, rotated_BTSD, x_BTD)
+
+
+def _row_of_best_keys(
+    name: str, options: Options, queries_BTSD: jax.Array, x_BSD: jax.Array
+) -> Row:
+    """Checks whether keys X W_K' can give the scores of a single head with W_Q and `options`.
+
+    The error is that of the best W_K', fitted by least squares to the softmax input. Both sides are
+    centred over keys, because the softmax ignores a constant that is added to all scores of a
+    query.
+
+    Args:
+        name: What the options add to the head, for the row.
+        options: The options of the head with W_Q, such as `biases`.
+        queries_BTSD: The query of token t for the key of token s, without W_Q.
+        x_BSD: The stream.
+    """
+    s_BTS = softmax_input(random_layer(d_model=8, num_heads=1, **options), x_BSD)[:, 0]
+    pairs_BTSDE = jnp.einsum('BTSD,BSE->BTSDE', queries_BTSD, x_BSD)
+    centred_pairs_BTSDE = pairs_BTSDE - pairs_BTSDE.mean(2, keepdims=True)
+    centred_s_BTS = s_BTS - s_BTS.mean(2, keepdims=True)
+    error = fit_error(centred_pairs_BTSDE, centred_s_BTS)
+    quantity = "error of the best W_K', relative to the softmax input"
+    return exact_row(quantity, error, expected=0, tolerance=SAME, layer=f'single head, {name}')
 
 
 def queries_of_many_heads() -> Iterator[Row]:
@@ -222,15 +244,18 @@ def queries_of_many_heads() -> Iterator[Row]:
     attention = random_layer()
     all_of_X: Options = {LAYER: 'many heads, all read X'}
     yield same_output_row(', W_Q removed', without_w_q(attention), attention, **all_of_X)
-    yield exact_row(f'{LEFT}, N = {N}', share_left('query_free_full/vo', N), 3 / 4, **all_of_X)
+    share = share_left('query_free_full/vo', num_heads=N)
+    yield exact_row(f'{SHARE_LEFT}, N = {N}', share, expected=3 / 4, **all_of_X)
 
     slice_of_X: Options = {LAYER: 'many heads, head n reads slice n of X'}
     A_NDE = np.asarray(attention.score.matrix())
     P_DNH = np.asarray(slices_DNH(attention.spec))
     best_A_NDE = np.einsum('DNH,ENH,NEF->NDF', P_DNH, P_DNH, A_NDE)
     error = relative_error(best_A_NDE, A_NDE)
-    yield exact_row("error of A[n] with the best W_K'", error, 0, SAME, **slice_of_X)
-    yield exact_row(LEFT, share_left('query_free/vo', N), 3 / 4, **slice_of_X)
+    quantity = "error of A[n] with the best W_K'"
+    yield exact_row(quantity, error, expected=0, tolerance=SAME, **slice_of_X)
+    share = share_left('query_free/vo', num_heads=N)
+    yield exact_row(SHARE_LEFT, share, expected=3 / 4, **slice_of_X)
 
 
 def small_layer(variant: str = 'qk/vo', **options: Any) -> Attention:
@@ -246,11 +271,13 @@ def worked_by_hand() -> Iterator[Row]:
         'w_v': np.array([[2, 0], [1, 1]]),
         'w_o': np.array([[1, 1], [0, 2]]),
     }
+    A_by_hand = [[1, 3], [0, 1]]  # W_Q W_K^T
+    B_by_hand = [[2, 2], [1, 3]]  # W_V W_O
     A_1DE, B_1DE = with_matrices(small_layer(), matrices).matrix()
-    num_in_A = (np.asarray(A_1DE[0]) != [[1, 3], [0, 1]]).sum()
-    num_in_B = (np.asarray(B_1DE[0]) != [[2, 2], [1, 3]]).sum()
-    yield exact_row('entries of A, W_Q W_K^T that differ', num_in_A, 0)
-    yield exact_row('entries of B, W_V W_O that differ', num_in_B, 0)
+    num_in_A = (np.asarray(A_1DE[0]) != A_by_hand).sum()
+    num_in_B = (np.asarray(B_1DE[0]) != B_by_hand).sum()
+    yield exact_row('entries of A, W_Q W_K^T that differ', num_in_A, expected=0)
+    yield exact_row('entries of B, W_V W_O that differ', num_in_B, expected=0)
 
 
 def where_and_what() -> Iterator[Row]:
@@ -262,15 +289,19 @@ def where_and_what() -> Iterator[Row]:
         context: Options = {'tokens and dimensions': size}
         attention = small_layer(d_model=size)
         x_TD = random_stream(size, d_model=size)[0]
+        # The same W_Q and W_K, with another W_V and W_O.
         other_value = small_layer(d_model=size, seed=1)
         other_value.score = attention.score
         patterns = [pattern(other_value, x_TD), pattern(attention, x_TD)]
         quantity = 'change of the pattern by another W_V and W_O'
         yield equality_row(quantity, *patterns, tolerance=1e-10, **context)
-        tied = small_layer('shared_qk/vo', d_model=size)
-        s_TS = softmax_input(tied, x_TD[None])[0, 0]
+
+        # With W_Q = W_K, s[t, s] = s[s, t].
+        shared_qk = small_layer('shared_qk/vo', d_model=size)
+        s_TS = softmax_input(shared_qk, x_TD[None])[0, 0]
         is_equal_TS = np.isclose(s_TS, s_TS.T, rtol=1e-12)
-        num_tied = is_equal_TS[np.triu_indices(size, 1)].sum()
+        above_diagonal = np.triu_indices(size, k=1)
+        num_tied = is_equal_TS[above_diagonal].sum()
         num_pairs = size * (size - 1) / 2
         yield exact_row('tied pairs of scores, W_Q W_Q^T', num_tied, num_pairs, **context)
 
@@ -284,6 +315,7 @@ def pattern(attention: Attention, x_TD: jax.Array) -> np.ndarray:
     out_TD = output(attention, x_TD[None], jnp.ones((1, T, T), bool))[0]
     _, B_1DE = attention.matrix()
     moved_SD = x_TD @ B_1DE[0]
+    # out = P moved, so moved^T P^T = out^T.
     return np.linalg.solve(moved_SD.T, out_TD.T).T
 
 
@@ -293,8 +325,9 @@ def gauge() -> Iterator[Row]:
     matrices = {}
     for circuit in (attention.score, attention.value):
         for name, parameter in vars(circuit).items():
-            if name[:3] in MATRICES:
-                matrices[name[:3]] = np.asarray(parameter[...]).reshape(2, 2)
+            stem = name[:3]  # 'w_q' of 'w_q_DNH'
+            if stem in MATRICES:
+                matrices[stem] = np.asarray(parameter[...]).reshape(2, 2)
     M_HH = np.array([[2.0, 1.0], [-1.0, 1.0]])
     inverse_HH = np.linalg.inv(M_HH)
     of_score = {'w_q': matrices['w_q'] @ M_HH, 'w_k': matrices['w_k'] @ inverse_HH.T}
@@ -313,7 +346,7 @@ def two_in_a_row() -> Iterator[Row]:
     products O_Q W_Q[n] of all heads have, if O_Q has R columns.
     """
     double = random_layer('double/double')
-    yield same_output_row(' by folding', fold_double(double), double, **WIDE)
+    yield same_output_row(' by folding', fold_double(double), double, **WIDE_PROJECTION)
 
     # The other way: a layer with O_Q = O_K = I.
     attention = random_layer()
@@ -323,14 +356,14 @@ def two_in_a_row() -> Iterator[Row]:
     unfolded.score.w_q_RNH[...] = attention.score.w_q_DNH[...]
     unfolded.score.w_k_outer_DR[...] = np.eye(D)
     unfolded.score.w_k_RKH[...] = attention.score.w_k_DKH[...]
-    yield same_output_row(', shared W_Q = I', unfolded, attention, **WIDE)
+    yield same_output_row(', shared W_Q = I', unfolded, attention, **WIDE_PROJECTION)
 
     def products(score: Score) -> jax.Array:
         """Returns O_Q W_Q[n] of all heads: the queries of the unit vectors."""
         return score.queries(jnp.eye(8)[None])
 
     # With R = D = 8, the products are free in all of their 8 x 8 entries. With R = 5 they are not.
-    for R, context in ((8, WIDE), (5, {WIDTH: 'R < D'})):
+    for R, context in ((8, WIDE_PROJECTION), (5, {WIDTH: 'R < D'})):
         score = random_layer(f"double(size={R},which='q')/vo", d_model=8, num_heads=2).score
         num_free = num_free_directions(products, score)
         yield exact_row(f'free parameters of W_Q, D = 8, R = {R}', num_free, 8 * 8, **context)
@@ -351,7 +384,7 @@ def one_matrix_per_head() -> Iterator[Row]:
     entries = np.concatenate([np.ravel(w) for w in projections])
     num_unequal = int((np.sort(entries) != numbers).sum())
     quantity = 'entries of c_attn that are not in exactly one head, GPT-2'
-    yield exact_row(quantity, num_unequal, 0, **ENTRIES)
+    yield exact_row(quantity, num_unequal, expected=0, **ADAM_CONTEXT)
 
     # flax.nnx: copy its matrices, in float64, into N separate heads.
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
@@ -364,7 +397,7 @@ def one_matrix_per_head() -> Iterator[Row]:
     expected_BTD = output(with_matrices(random_layer(), square), x_BTD)
     actual_BTD = flax(x_BTD, mask=np.tri(T, dtype=bool))
     quantity = 'change of the output, heads of flax.nnx'
-    yield equality_row(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ENTRIES)
+    yield equality_row(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ADAM_CONTEXT)
 
 
 def steps_of_training() -> Iterator[Row]:
@@ -373,11 +406,13 @@ def steps_of_training() -> Iterator[Row]:
     Each is trained for three steps with the same random gradients. Adam updates every entry by
     itself, so the result is the same. Muon updates a matrix as a whole.
     """
+    # W_Q, and the gradients of three steps.
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
-    for optimizer, context in ((optax.adam(0.1), ENTRIES), (optax.contrib.muon(0.1), WHOLE)):
-        trained_heads = []
-        for w_SDH in np.split(w_SDD, N, axis=2):
-            trained_heads.append(train_first(optimizer, w_SDH))
+    w_SDH_by_head = np.split(w_SDD, N, axis=2)
+    adam = optax.adam(0.1)
+    muon = optax.contrib.muon(0.1)
+    for optimizer, context in ((adam, ADAM_CONTEXT), (muon, MUON_CONTEXT)):
+        trained_heads = [train_first(optimizer, w_SDH) for w_SDH in w_SDH_by_head]
         trained_apart_DD = np.concatenate(trained_heads, axis=1)
         trained_together_DD = train_first(optimizer, w_SDD)
         yield equality_row(
@@ -419,7 +454,7 @@ def trained_apart() -> Iterator[Row]:
         head_without = without_w_q(random_layer(num_heads=1))
         trained = train(head)
         trained_without = train(head_without)
-        # Pairs of a head without W_Q and a head with W_Q.
+        # By time, a head without W_Q and a head with W_Q.
         pairs = {
             'before training': (head_without, head),
             'trained, one product in place of two': (without_w_q(trained), trained),
@@ -446,7 +481,8 @@ def least_penalty() -> Iterator[Row]:
     sum_of_singular_values = np.linalg.svd(A_DE, compute_uv=False).sum()
     left_factors, right_factors, *_ = balanced_factors(A_DE[None], 3)
     ratio = penalty([left_factors, right_factors]) / sum_of_singular_values
-    yield exact_row('penalty of balanced factors over |A|_*', ratio, 1, SAME, **L2)
+    quantity = 'penalty of balanced factors over |A|_*'
+    yield exact_row(quantity, ratio, expected=1, tolerance=SAME, **L2_CONTEXT)
 
 
 def shrunk_spectra() -> Iterator[Row]:
@@ -457,17 +493,19 @@ def shrunk_spectra() -> Iterator[Row]:
     arXiv 2410.23819.
     """
     strength = 0.4  # of weight decay, lambda
-    for adam, decay in ((False, L2), (True, DECOUPLED)):
+    # What is trained, whether it has two factors, and its expected singular values.
+    forms = (
+        ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
+        ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
+    )
+    for adam, decay in ((False, L2_CONTEXT), (True, ADAMW_CONTEXT)):
         context = decay | {'lambda': strength}
-        for form, factored, expected in (
-            ('W_Q W_K^T from max(0, d - lambda)', True, np.maximum(0, SPECTRUM - strength)),
-            ('W_QK from d / (1 + lambda)', False, SPECTRUM / (1 + strength)),
-        ):
+        for form, factored, expected in forms:
             A_DD = fit_with_decay(strength, factored=factored, adam=adam)
             spectrum = np.linalg.svd(A_DD, compute_uv=False)
             largest_error = np.abs(spectrum - expected).max()
             quantity = f'distance of the singular values of {form}'
-            yield exact_row(quantity, largest_error, 0, 2e-3, **context)
+            yield exact_row(quantity, largest_error, expected=0, tolerance=2e-3, **context)
 
 
 @partial(jax.jit, static_argnames=('factored', 'adam'))
@@ -483,7 +521,7 @@ def fit_with_decay(strength: float, *, factored: bool, adam: bool) -> jax.Array:
     The singular values of the 5 x 5 target are SPECTRUM.
     """
     rng = np.random.default_rng(0)
-    left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]
+    left_DD, right_DD = np.linalg.qr(rng.normal(size=(2, 5, 5)))[0]  # both orthogonal
     target_DD = left_DD * SPECTRUM @ right_DD
     optimizer = optax.adamw(0.01, weight_decay=strength) if adam else optax.sgd(0.1)
 

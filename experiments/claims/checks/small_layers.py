@@ -30,7 +30,8 @@ SAME = 1e-12
 def layer_of_shapes(variant: str, **sizes: Any) -> Attention:
     """Returns a layer with shapes instead of parameters; `sizes` are fields of `AttentionSpec`."""
     score, value = Variant.parse(variant)
-    spec = AttentionSpec(score=score, value=value, **{'d_model': D, 'num_heads': N} | sizes)
+    sizes = {'d_model': D, 'num_heads': N} | sizes
+    spec = AttentionSpec(score=score, value=value, **sizes)
     with shapes_only():
         return jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
 
@@ -38,7 +39,9 @@ def layer_of_shapes(variant: str, **sizes: Any) -> Attention:
 def count_parameters(variant: str, *circuits: str, **sizes: Any) -> int:
     """Counts the parameters in the circuits 'score' and 'value' of a layer; by default in both."""
     layer = layer_of_shapes(variant, **sizes)
-    parts = [getattr(layer, circuit) for circuit in circuits or ('score', 'value')]
+    if not circuits:
+        circuits = ('score', 'value')
+    parts = [getattr(layer, circuit) for circuit in circuits]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
 
 
@@ -140,10 +143,11 @@ def fit_error(features: Any, target: Any) -> float:
 
     `target` has the shape of the first axes of `features`; w has the remaining axes.
     """
+    # S: all entries of the target. R: all entries of w.
     target_S = np.asarray(target, np.float64).ravel()
     features_SR = np.asarray(features, np.float64).reshape(target_S.size, -1)
-    w_R = np.linalg.lstsq(features_SR, target_S, rcond=None)[0]
-    return relative_error(features_SR @ w_R, target_S)
+    best_w_R, *_ = np.linalg.lstsq(features_SR, target_S, rcond=None)
+    return relative_error(features_SR @ best_w_R, target_S)
 
 
 def num_free_directions(function: Callable[[Score], jax.Array], score: Score) -> int:

@@ -17,13 +17,16 @@ def claims() -> dict[str, Claim]:
     Raises ConfigError if two claims have the same name.
     """
     by_name: dict[str, Claim] = {}
-    for module in pkgutil.iter_modules(__path__, f'{__name__}.'):
-        for value in vars(importlib.import_module(module.name)).values():
+    for module_info in pkgutil.iter_modules(__path__, f'{__name__}.'):
+        module = importlib.import_module(module_info.name)
+        for value in vars(module).values():
             if not isinstance(value, Claim):
                 continue
             first = by_name.setdefault(value.name, value)
             if first is not value:
-                raise ConfigError(f'claim {value.name!r} is declared twice, also in {module.name}')
+                raise ConfigError(
+                    f'claim {value.name!r} is declared twice, also in {module_info.name}'
+                )
     return dict(sorted(by_name.items()))
 
 
@@ -36,6 +39,7 @@ def chosen(names: Iterable[str]) -> list[Claim]:
     for an imported claim that has the name of a declared one.
     """
     declared = claims()
+    # Each once, and names of declared claims in upper case. An import path has a colon.
     texts = dict.fromkeys(name if ':' in name else name.upper() for name in names)
     selected = []
     for text in texts or declared:
@@ -46,7 +50,8 @@ def chosen(names: Iterable[str]) -> list[Claim]:
             needs='a claim (experiments.claims.claim.Claim)',
             is_valid=lambda value: isinstance(value, Claim),
         )
-        if declared.get(claim.name, claim) is not claim:
+        declared_claim = declared.get(claim.name)
+        if declared_claim is not None and declared_claim is not claim:
             raise ConfigError(f'claim={text!r} has the name {claim.name!r} of a declared claim')
         selected.append(claim)
     return selected
