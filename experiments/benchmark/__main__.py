@@ -7,13 +7,14 @@ python -m experiments.benchmark --suite=steps,study --scale=smoke  # a trial
 import importlib.metadata
 import os
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from absl import flags
 
 from experiments.benchmark import record
-from experiments.benchmark.suites import SCALES, SUITES, training_row, with_changes
+from experiments.benchmark.suites import SCALES, SUITES, Scale, training_row, with_changes
 from qkattn.errors import ConfigError
 from qkattn.jobs import cli
 from qkattn.jobs.machine import cpu, usable_cores
@@ -30,6 +31,7 @@ OUT = cli.define_path(
 
 
 def main() -> None:
+    """Times the suites of --suite; writes and prints each group of rows once it is timed."""
     if not SUITE.value:
         raise ConfigError('--suite=NAME is required, e.g. --suite=steps')
     for name in SUITE.value:
@@ -37,14 +39,7 @@ def main() -> None:
             raise ConfigError(f'unknown --suite={name}; known: {", ".join(SUITES)}')
     scale = SCALES[SCALE.value]
     if VARIANTS.value:
-        names = dict.fromkeys(['qk/vo', *VARIANTS.value])  # each once
-        scale = scale._replace(names=tuple(names))
-        for name in names:
-            try:
-                # Building the row checks the variant.
-                training_row(name, with_changes(scale.variants, name))
-            except ValueError as error:
-                raise ConfigError(f'--variants={name}: {error}') from error
+        scale = _with_variants(scale, VARIANTS.value)
     # The memory of the accelerator is for the processes of the race.
     jax.config.update('jax_platforms', 'cpu')
     out = OUT.value or f'runs/benchmark/{"-".join(SUITE.value)}'
@@ -63,15 +58,32 @@ def main() -> None:
     print(directory / record.FILE)
 
 
+def _with_variants(scale: Scale, variants: Iterable[str]) -> Scale:
+    """Returns a scale that compares qk/vo and the given variants only.
+
+    Raises ConfigError for a variant that the models of the scale cannot have.
+    """
+    names = dict.fromkeys(['qk/vo', *variants])  # each once
+    for name in names:
+        try:
+            # Building the row checks the variant.
+            training_row(name, with_changes(scale.variants, name))
+        except ValueError as error:
+            raise ConfigError(f'--variants={name}: {error}') from error
+    return scale._replace(names=tuple(names))
+
+
 def describe_machine() -> dict[str, Any]:
     """Returns the software and hardware of this machine, for the record."""
     start = describe_start()
-    torch = [package.version for package in importlib.metadata.distributions(name='torch')]
+    # The metadata of torch are read without importing it.
+    torch_versions = [torch.version for torch in importlib.metadata.distributions(name='torch')]
+    torch_version = torch_versions[0] if torch_versions else None
     return {
         'platform': start['platform'],
         'python': start['python'],
         'git': start['git'],
-        'versions': start['versions'] | {'torch': torch[0] if torch else None},
+        'versions': start['versions'] | {'torch': torch_version},
         'cpu': cpu(),
         'cores': len(usable_cores()),
         'accelerators': gpus(),

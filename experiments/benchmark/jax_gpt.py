@@ -17,13 +17,21 @@ def init(model: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
     D = model['d_model']
     N = model['num_heads']
     H = D // N
-    sizes: dict[str, tuple[int, ...]] = {name: (D, N, H) for name in 'qkv'}
-    sizes |= {'o': (N, H, D), 'in': (D, 4 * D), 'out': (4 * D, D)}
+    shapes = {
+        'q': (D, N, H),
+        'k': (D, N, H),
+        'v': (D, N, H),
+        'o': (N, H, D),
+        'in': (D, 4 * D),
+        'out': (4 * D, D),
+    }
 
     def layer(key: jax.Array) -> dict[str, jax.Array]:
-        keys = dict(zip(sizes, jax.random.split(key, len(sizes)), strict=True))
-        drawn = {name: 0.02 * jax.random.normal(keys[name], sizes[name]) for name in sizes}
-        return drawn | {'attention_gain': jnp.ones(D), 'mlp_gain': jnp.ones(D)}
+        keys = jax.random.split(key, len(shapes))
+        params = {}
+        for (name, shape), key_of_matrix in zip(shapes.items(), keys, strict=True):
+            params[name] = 0.02 * jax.random.normal(key_of_matrix, shape)
+        return params | {'attention_gain': jnp.ones(D), 'mlp_gain': jnp.ones(D)}
 
     embedding_key, position_key, *layer_keys = jax.random.split(key, 2 + model['num_layers'])
     return {
@@ -35,38 +43,48 @@ def init(model: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
 
 
 def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    """Normalizes x over its last axis, in float32: a LayerNorm without bias."""
     wide = x.astype(jnp.float32)
-    wide = wide - wide.mean(-1, keepdims=True)
-    return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * gain
+    centred = wide - wide.mean(-1, keepdims=True)
+    variance = (centred**2).mean(-1, keepdims=True)
+    normalized = centred * jax.lax.rsqrt(variance + 1e-5)
+    return normalized.astype(x.dtype) * gain
 
 
-def attention(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    q, k, v = (jnp.einsum('btd,dnh->btnh', x, p[name]) for name in 'qkv')
-    T, H = q.shape[1], q.shape[3]
+def attention(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
+    """Computes causal multi-head attention with the matrices 'q', 'k', 'v' and 'o'."""
+    q = jnp.einsum('btd,dnh->btnh', x, params['q'])
+    k = jnp.einsum('btd,dnh->btnh', x, params['k'])
+    v = jnp.einsum('btd,dnh->btnh', x, params['v'])
+    _, T, _, H = q.shape
     s = jnp.einsum('btnh,bsnh->bnts', q, k, preferred_element_type=jnp.float32) * H**-0.5
-    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30)
-    o = jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(s).astype(x.dtype), v)
-    return jnp.einsum('btnh,nhd->btd', o, p['o'])
+    is_causal = jnp.tril(jnp.ones((T, T), bool))
+    s = jnp.where(is_causal, s, -1e30)
+    p = jax.nn.softmax(s).astype(x.dtype)
+    o = jnp.einsum('bnts,bsnh->btnh', p, v)
+    return jnp.einsum('btnh,nhd->btd', o, params['o'])
 
 
 def loss(model: Mapping[str, Any], params: dict, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
-    p = jax.tree.map(lambda a: a.astype(model['compute_dtype']), params)
+    """Returns the mean cross-entropy of tokens[:, 1:]; tokens is [B, T + 1]."""
+    params = jax.tree.map(lambda array: array.astype(model['compute_dtype']), params)
+    uses_tanh = model['activation'] == 'gelu_tanh'
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-    x = p['embedding'][inputs] + p['position'][: inputs.shape[1]]
-    for layer in p['layers']:
+    x = params['embedding'][inputs] + params['position'][: inputs.shape[1]]
+    for layer in params['layers']:
         x = x + attention(norm(x, layer['attention_gain']), layer)
         hidden = norm(x, layer['mlp_gain']) @ layer['in']
-        x = x + jax.nn.gelu(hidden, approximate=model['activation'] == 'gelu_tanh') @ layer['out']
-    x = norm(x, p['gain'])
-    logits = jnp.dot(x, p['embedding'].T, preferred_element_type=jnp.float32)
+        x = x + jax.nn.gelu(hidden, approximate=uses_tanh) @ layer['out']
+    x = norm(x, params['gain'])
+    logits = jnp.dot(x, params['embedding'].T, preferred_element_type=jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def optimizer() -> optax.GradientTransformation:
-    matrices = functools.partial(jax.tree.map, lambda a: a.ndim > 1)
-    adamw = optax.adamw(1e-3, b1=0.9, b2=0.99, weight_decay=0.1, mask=matrices)
+    """Returns AdamW after clipping of gradients. Weight decay leaves out vectors, such as gains."""
+    is_matrix = functools.partial(jax.tree.map, lambda array: array.ndim > 1)
+    adamw = optax.adamw(1e-3, b1=0.9, b2=0.99, weight_decay=0.1, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
@@ -77,25 +95,27 @@ def train(config: Mapping[str, Any]) -> Work:
     """
     model = config['model']
     transform = optimizer()
+    loss_and_gradient = jax.value_and_grad(functools.partial(loss, model))
     C = config['train']['steps_per_dispatch']
     B = config['train']['batch_size']
     shape = (C, B, model['context'] + 1)
 
     def step(state: tuple, tokens: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = state
-        value, grads = jax.value_and_grad(functools.partial(loss, model))(params, tokens)
+        value, grads = loss_and_gradient(params, tokens)
         updates, opt_state = transform.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state), value
 
     params = init(model, jax.random.key(0))
     state = (params, transform.init(params))
     tokens = jnp.asarray(np.random.default_rng(0).integers(model['vocab_size'], size=shape))
-    steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
+    train_steps = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
 
     def run(calls: int) -> None:
         nonlocal state
         for _ in range(calls):
-            state, losses = steps(state, tokens)
+            state, losses = train_steps(state, tokens)
         jax.block_until_ready((state, losses))
 
-    return Work(run, C)
+    return Work(run, steps=C)

@@ -49,11 +49,12 @@ class Row:
 
     @property
     def median(self) -> float:
+        """The median over rounds of the seconds per step."""
         return statistics.median(self.rounds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """First and third; of one round, that round."""
+        """The first and third quartile of the rounds. With a single round, both are its seconds."""
         if len(self.rounds) == 1:
             return self.rounds[0], self.rounds[0]
         first, _, third = statistics.quantiles(self.rounds, n=4, method='inclusive')
@@ -125,9 +126,10 @@ def race(rows: Sequence[Row], *, rounds: int, seconds: float) -> list[Row]:
 
 def _process() -> ProcessPoolExecutor:
     """Returns a pool of one process, in which a work is built and timed."""
+    # The process inherits these variables.
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS=str(len(usable_cores())))
     context = multiprocessing.get_context('spawn')
-    return ProcessPoolExecutor(1, context, initializer=_begin)
+    return ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=_begin)
 
 
 # In a process of the race
@@ -137,14 +139,16 @@ _works: list[Work] = []
 
 def _begin() -> None:
     """Prepares a process of the race."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # What libraries print goes to standard error. Standard output is for the results.
-    os.dup2(2, 1)
+    stdout = 1
+    stderr = 2
+    os.dup2(stderr, stdout)
 
 
 def _end_with_parent() -> None:
-    """Ends this process once the one that started it has ended, also where that is killed."""
+    """Waits until the process that started this one ends or is killed; then ends this one."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -154,13 +158,16 @@ def _build(path: str, settings: Mapping[str, Any]) -> _Built:
 
     The first call compiles, and the second one is timed.
     """
-    module, function = path.split(':')
-    work = getattr(importlib.import_module(module), function)(**settings)
+    module_name, function_name = path.split(':')
+    build_work = getattr(importlib.import_module(module_name), function_name)
+    work = build_work(**settings)
     work.run(1)
     _works.append(work)
     number = len(_works) - 1
+    seconds_of_call = _time(number, calls=1)
     # `run` may not be sent to another process, so another function stands in its place.
-    return _Built(number, work._replace(run=_time), _time(number, 1))
+    work_to_send = work._replace(run=_time)
+    return _Built(number, work_to_send, seconds_of_call)
 
 
 def _time(number: int, calls: int) -> float:

@@ -65,7 +65,7 @@ def batches(
         next_step += num_steps
 
     clock = time.perf_counter if cold else time.process_time
-    return Work(run, STEPS_PER_READ, {'tokens': BATCH_TOKENS}, clock)
+    return Work(run, steps=STEPS_PER_READ, extra={'tokens': BATCH_TOKENS}, clock=clock)
 
 
 def _write_shards(directory: Path, shards: int, ids: int, sparse: bool) -> list[Path]:
@@ -75,13 +75,15 @@ def _write_shards(directory: Path, shards: int, ids: int, sparse: bool) -> list[
         return paths
     directory.mkdir(parents=True)
     header = np.zeros(HEADER_BYTES // 4, '<i4')
-    header[:3] = 20240520, 1, ids  # the magic number of llm.c, its version, the number of ids
+    header[0] = 20240520  # the magic number of llm.c
+    header[1] = 1  # its version
+    header[2] = ids
     random = np.random.default_rng(0)
     for path in paths:
         with path.open('wb') as file:
             file.write(header.tobytes())
             if sparse:
-                file.truncate(HEADER_BYTES + 2 * ids)
+                file.truncate(HEADER_BYTES + 2 * ids)  # zeros up to this length
             else:
                 file.write(random.integers(VOCABULARY, size=ids, dtype='<u2').tobytes())
             # Only pages that are on the disk can be removed from memory.
@@ -92,13 +94,14 @@ def _write_shards(directory: Path, shards: int, ids: int, sparse: bool) -> list[
 
 def _remove_from_memory(path: Path) -> None:
     """Removes the pages of a file from memory, on Linux; no process may have them mapped."""
+    whole_file = (0, 0)  # offset 0, and length 0 for all that follows
     with path.open('rb') as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), *whole_file, os.POSIX_FADV_DONTNEED)
 
 
 def _dataset(paths: list[Path]) -> TokenDataset:
     """Returns the shards as a train split. Counts that would need to read all ids are made up."""
-    ids = Shards([LlmC.open(path, None) for path in paths])
+    ids = Shards([LlmC.open(path, dtype=None) for path in paths])
     info = SplitInfo(
         num_documents=1,
         num_tokens=len(ids),
@@ -107,5 +110,9 @@ def _dataset(paths: list[Path]) -> TokenDataset:
         fingerprint='',
     )
     return TokenDataset(
-        'shards', '1', IdTokenizer(VOCABULARY, None), {'train': info}, {'train': ids}
+        name='shards',
+        version='1',
+        tokenizer=IdTokenizer(VOCABULARY, separator=None),
+        infos={'train': info},
+        tokens={'train': ids},
     )

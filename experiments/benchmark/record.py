@@ -31,13 +31,17 @@ class Group:
         return f'{self.suite}: {self.title}'
 
     def row(self, name: str) -> Row | None:
-        """The row of that name, if it has been measured."""
-        return next((row for row in self.rows if row.name == name and row.rounds), None)
+        """Returns the row with a name, if it has been measured."""
+        for row in self.rows:
+            if row.name == name and row.rounds:
+                return row
+        return None
 
 
 def write(directory: Path, facts: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Writes FILE: groups, the machine and its load."""
-    document = {'schema': SCHEMA, **facts, 'groups': [dataclasses.asdict(g) for g in groups]}
+    """Writes benchmark.json into a directory: `facts`, such as the machine, and all groups."""
+    group_records = [dataclasses.asdict(group) for group in groups]
+    document = {'schema': SCHEMA, **facts, 'groups': group_records}
     write_atomic(directory / FILE, json.dumps(document, indent=1) + '\n')
 
 
@@ -82,8 +86,8 @@ def cells(row: Row, group: Group) -> dict[str, str]:
     if reference is not None and row is not reference:
         ratio = row.ratio(reference)
         printed['ratio'] = f'{ratio:.3f}'
-        different_flops = {other.extra.get('flops') for other in group.rows}
-        if len(different_flops) > 1 and row.extra.get('flops'):
+        distinct_flops = {other.extra.get('flops') for other in group.rows}
+        if len(distinct_flops) > 1 and row.extra.get('flops'):
             ratio_of_flops = row.extra['flops'] / reference.extra['flops']
             printed['ratio / by FLOPs'] = f'{ratio / ratio_of_flops:.3f}'
     if row.extra.get('tokens'):
@@ -101,23 +105,39 @@ def _milliseconds(seconds: float) -> str:
 
 
 def table(group: Group) -> str:
-    """The group's table in Markdown."""
-    rows = {row.name: cells(row, group) for row in group.rows}
-    shown = [name for name in HEADINGS if any(name in printed for printed in rows.values())]
-    headings = [('', True), *((name, False) for name in shown)]
-    lines = [
-        [name, *(printed.get(heading, '') for heading in shown)] for name, printed in rows.items()
-    ]
-    title = group.name + (f'; ratios to {group.reference}' if group.row(group.reference) else '')
+    """Returns the table of a group in Markdown, below its title.
+
+    The columns are those of HEADINGS for which a row has a number.
+    """
+    cells_by_row = {row.name: cells(row, group) for row in group.rows}
+    filled = {heading for cells_of_row in cells_by_row.values() for heading in cells_of_row}
+    columns = [heading for heading in HEADINGS if heading in filled]
+    # A heading is paired with whether its column is aligned to the left.
+    headings = [('', True)]
+    headings += [(column, False) for column in columns]
+    lines = []
+    for name, cells_of_row in cells_by_row.items():
+        numbers = [cells_of_row.get(column, '') for column in columns]
+        lines.append([name, *numbers])
+    title = group.name
+    if group.row(group.reference):
+        title += f'; ratios to {group.reference}'
     return f'**{title}**\n\n{markdown_table(headings, lines)}'
 
 
 def block(path: Path, _: str = '') -> str:
-    """The tables of DIRECTORY/PATTERN: of groups whose names, 'SUITE: TITLE', match the pattern.
+    """Returns the tables of some groups of a benchmark, for a page (`report.verify.check_page`).
 
-    A block of pages, see `report.verify.check_page`. ReportError without such a benchmark or group.
+    Args:
+        path: DIRECTORY/PATTERN, such as 'experiments/results/benchmark/cpu/steps:*'. The pattern
+            is for names of groups, 'SUITE: TITLE'.
+
+    Raises:
+        ReportError: The directory has no benchmark, or no group matches.
     """
-    groups = [group for group in read(path.parent) if fnmatch.fnmatch(group.name, path.name)]
+    directory = path.parent
+    pattern = path.name
+    groups = [group for group in read(directory) if fnmatch.fnmatch(group.name, pattern)]
     if not groups:
-        raise ReportError(f'{path.parent} has no group that matches {path.name!r}')
+        raise ReportError(f'{directory} has no group that matches {pattern!r}')
     return '\n\n'.join(table(group) for group in groups) + '\n'

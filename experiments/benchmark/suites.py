@@ -45,14 +45,19 @@ log = logging.getLogger('qkattn.benchmark')
 
 
 def _batch_of(config: Config) -> dict[str, np.ndarray]:
-    """Random tokens of one dispatch, [C, X, B, T], the same for all trials, and their targets."""
+    """Returns random tokens, targets and loss weights of one dispatch, the same for all trials.
+
+    Their axes are steps, trials, sequences and positions.
+    """
     train = config.train
-    trials = len(config.trials.trials())
+    num_trials = len(config.trials.trials())
     shape = (train.steps_per_dispatch, 1, train.batch_size, config.model.context + 1)
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    tokens = np.repeat(tokens, trials, axis=1)
-    arrays = {'tokens_BT': tokens[..., :-1], 'targets_BT': tokens[..., 1:]}
-    return arrays | {'loss_weights_BT': np.ones(arrays['tokens_BT'].shape, np.float32)}
+    tokens = np.repeat(tokens, num_trials, axis=1)
+    inputs = tokens[..., :-1]
+    targets = tokens[..., 1:]
+    loss_weights = np.ones(inputs.shape, np.float32)
+    return {'tokens_BT': inputs, 'targets_BT': targets, 'loss_weights_BT': loss_weights}
 
 
 def train(config: Any) -> Work:
@@ -74,7 +79,7 @@ def train(config: Any) -> Work:
         return metrics
 
     num_trials = len(config.trials.trials())
-    return Work(run, config.train.steps_per_dispatch * num_trials)
+    return Work(run, steps=config.train.steps_per_dispatch * num_trials)
 
 
 def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
@@ -85,16 +90,17 @@ def greedy(model: dict[str, Any], rows: int, prompt: int, tokens: int) -> Work:
     """
     config = from_json(ModelConfig, model)
     decoder = build(config, key=jax.random.key(0))
-    shape = (rows, prompt)
-    prompts = jax.device_get(jax.random.randint(jax.random.key(1), shape, 0, config.vocab_size))
-    arrays = jax.tree.leaves(init_cache(decoder, rows, config.context).layers)
-    extra = {'tokens': rows, 'cache_bytes': sum(array.nbytes for array in arrays)}
+    prompts = jax.random.randint(jax.random.key(1), (rows, prompt), 0, config.vocab_size)
+    prompts = jax.device_get(prompts)
+    cache = init_cache(decoder, batch=rows, length=config.context)
+    cache_arrays = jax.tree.leaves(cache.layers)
+    extra = {'tokens': rows, 'cache_bytes': sum(array.nbytes for array in cache_arrays)}
 
     def run(calls: int) -> None:
         for _ in range(calls):
             jax.block_until_ready(generate(decoder, prompts, tokens))
 
-    return Work(run, tokens, extra)
+    return Work(run, steps=tokens, extra=extra)
 
 
 # Rows
@@ -144,9 +150,10 @@ def with_changes(run: Config, variant: str = 'qk/vo', *, trials: int = 1, **trai
 
     Raises ConfigError for a variant that is malformed.
     """
+    score_and_value = Variant.parse(variant)._asdict()
     return dataclasses.replace(
         run,
-        model=dataclasses.replace(run.model, **Variant.parse(variant)._asdict()),
+        model=dataclasses.replace(run.model, **score_and_value),
         train=dataclasses.replace(run.train, **train),
         trials=dataclasses.replace(run.trials, seeds=tuple(range(trials))),
     )
@@ -161,16 +168,18 @@ def training_row(name: str, run: Config, work: str = TRAIN) -> Row:
     tokens = run.train.batch_size * run.model.context
     flops = tokens * cost.training_flops_per_token(run.model)
     extra = {'tokens': tokens, 'flops': flops}
-    return Row(name, {'config': to_json(run)}, extra=extra, work=work)
+    return Row(name, settings={'config': to_json(run)}, extra=extra, work=work)
 
 
 def title_of(run: Config) -> str:
+    """Returns a title such as '4 x 128 x context 64, batch 12, float32, 2 cores'."""
     model = run.model
     sizes = f'{model.num_layers} x {model.d_model} x context {model.context}'
     return f'{sizes}, batch {run.train.batch_size}, {model.compute_dtype}, {cores()}'
 
 
 def cores() -> str:
+    """Returns the number of cores that this process may use, such as '2 cores'."""
     return counted(len(usable_cores()), 'core')
 
 
@@ -245,7 +254,7 @@ SCALES = {
 def steps(scale: Scale) -> Iterator[Group]:
     """Times training steps: of qkattn beside its peers, and of every variant beside qk/vo."""
     for run in scale.shapes:
-        yield _timed('steps', title_of(run), _peers(run), scale, 'qkattn')
+        yield _timed('steps', title_of(run), _peers(run), scale, reference='qkattn')
 
     names = scale.names
     if not names:
@@ -256,7 +265,8 @@ def steps(scale: Scale) -> Iterator[Group]:
             rows.append(training_row(name, with_changes(scale.variants, name)))
         except ConfigError as error:
             log.info('  %s is left out: %s', name, error)
-    yield _timed('steps', f'variants, {title_of(scale.variants)}', rows, scale, 'qk/vo')
+    title = f'variants, {title_of(scale.variants)}'
+    yield _timed('steps', title, rows, scale, reference='qk/vo')
 
 
 def _peers(run: Config) -> list[Row]:
@@ -281,14 +291,14 @@ def stacks(scale: Scale) -> Iterator[Group]:
             run = with_changes(scale.stacks, trials=trials, lifting=lifting)
             rows.append(training_row(f'{lifting}, {trials} trials', run))
     title = f'{title_of(scale.stacks)}, time per step and trial'
-    yield _timed('stacks', title, rows, scale, 'one run')
+    yield _timed('stacks', title, rows, scale, reference='one run')
 
 
 def decoding(scale: Scale) -> Iterator[Group]:
     """Times greedy decoding, per token of every row, and records the bytes of the caches."""
     run = scale.decoding
-    prompt = max(1, run.model.context // 16)
-    tokens = run.model.context // 2
+    prompt = max(1, run.model.context // 16)  # tokens of a prompt
+    tokens = run.model.context // 2  # tokens that are added
     rows = []
     for name in scale.names or DECODED:
         settings = {
@@ -299,7 +309,7 @@ def decoding(scale: Scale) -> Iterator[Group]:
         }
         rows.append(Row(name, settings, work=GREEDY))
     title = f'{title_of(run)}, {prompt} + {tokens} tokens'
-    yield _timed('decoding', title, rows, scale, 'qk/vo')
+    yield _timed('decoding', title, rows, scale, reference='qk/vo')
 
 
 def study(scale: Scale) -> Iterator[Group]:
@@ -316,26 +326,28 @@ def study(scale: Scale) -> Iterator[Group]:
         Row('one process', rounds=[seconds_of_one]),
         Row('workers', rounds=[seconds_of_workers]),
     ]
-    yield Group('study', f'{scale.study}, {cores()}', rows, 'one process')
+    yield Group('study', f'{scale.study}, {cores()}', rows, reference='one process')
 
 
 def _ablate(config: str, directory: Path, *flags: str) -> float:
     """Runs experiments.ablate in a directory; returns the seconds that it takes."""
     command = [sys.executable, '-m', 'experiments.ablate', f'--config={config}', *flags]
+    command.append(f'--workdir={directory}/study')
+    import_paths = [path for path in sys.path if path]
     environment = {
         **os.environ,
         'JAX_COMPILATION_CACHE_DIR': f'{directory}/compiled',
-        'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
+        'PYTHONPATH': os.pathsep.join(import_paths),
     }
     start = time.perf_counter()
     process = run_program(
-        [*command, f'--workdir={directory}/study'],
+        command,
         env=environment,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
-    if process.returncode:
-        last_line = process.stderr.strip().rpartition('\n')[2]
+    if process.returncode != 0:
+        _, _, last_line = process.stderr.strip().rpartition('\n')
         raise ProcessError(f'experiments.ablate ended with {process.returncode}: {last_line}')
     return time.perf_counter() - start
 
@@ -358,7 +370,8 @@ def reading(scale: Scale) -> Iterator[Group]:
             for context in contexts:
                 arguments = {**settings, 'context': context, 'directory': f'{parent}/{folder}'}
                 rows.append(Row(f'rows of {context:,} tokens', arguments, work=READING))
-            group = _timed('reading', f'{scale.shards} files of {title}', rows, scale, '')
+            title_of_group = f'{scale.shards} files of {title}'
+            group = _timed('reading', title_of_group, rows, scale, reference='')
             # The directory does not outlive the measurement, so the record does not name it.
             recorded_rows = []
             for row in group.rows:
@@ -371,7 +384,8 @@ def reading(scale: Scale) -> Iterator[Group]:
 def _timed(suite: str, title: str, rows: Sequence[Row], scale: Scale, reference: str) -> Group:
     """Times rows in turns; returns them as a group, whose times are related to `reference`."""
     log.info('%s: %s', suite, title)
-    return Group(suite, title, race(rows, rounds=scale.rounds, seconds=scale.seconds), reference)
+    timed_rows = race(rows, rounds=scale.rounds, seconds=scale.seconds)
+    return Group(suite, title, timed_rows, reference)
 
 
 SUITES: dict[str, Callable[[Scale], Iterator[Group]]] = {
