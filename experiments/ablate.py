@@ -46,6 +46,7 @@ WORKERS = flags.DEFINE_string(
 @signals.exit_on_signal(cli.is_dry_run)
 @bootstrap.in_job
 def main() -> None:
+    """Trains the arms of a study and writes its report; with --dry_run, only prints the plan."""
     keep_programs()
     config = cli.read_config(CONFIG)
     workers = local_workers.parse(WORKERS.value)
@@ -54,7 +55,8 @@ def main() -> None:
             f'--workers={WORKERS.value} is for a single process; in a job of several, all '
             'processes form one worker, and launchers start more'
         )
-    if MEASURE.value and DRY_RUN.value != cli.COUNT:
+    is_dry_run_without_pod = DRY_RUN.value == cli.COUNT
+    if MEASURE.value and not is_dry_run_without_pod:
         raise ConfigError('--measure needs --dry_run without a pod')
     if DRY_RUN.value is not None:
         _dry_run(config)
@@ -65,27 +67,33 @@ def main() -> None:
     path = local_workers.run(config, workdir, arms, workers)
     if not agreement.is_process_0():
         return
-    if config.tuning.seeds:
+    is_tuned = bool(config.tuning.seeds)
+    if is_tuned:
+        # Verdicts need them, and only a tuned study has verdicts.
         yardsticks.record_finished(path)
     with waiting(config.name, 'writing the report'):
         # Imported here, because workers do not need matplotlib and pandas.
-        text = importlib.import_module('qkattn.report').show_report(path)
+        report = importlib.import_module('qkattn.report')
+        text = report.show_report(path)
     print(f'\n{text}')
 
 
 def _dry_run(config: Study) -> None:
-    """Checks a study; prints its arms, and its cost or, for a pod, the time and memory of arms."""
-    is_for_pod = DRY_RUN.value != cli.COUNT
-    if is_for_pod:
-        Pod(DRY_RUN.value)  # raises ConfigError for an unknown pod
+    """Checks a study, then prints its arms and what they cost.
+
+    Without a pod, the cost is in trials, tokens and FLOPs; for a pod, in time and memory.
+    """
+    pod = None if DRY_RUN.value == cli.COUNT else DRY_RUN.value
+    if pod is not None:
+        Pod(pod)  # raises ConfigError for an unknown pod
     arms = _build_and_print_arms(config)
     path = None
     if WORKDIR.value is not None:
         path = check_directory(cli.required(WORKDIR))
     warnings = worker.check_start(config, arms, path)
-    if is_for_pod:
+    if pod is not None:
         # The text includes the warnings.
-        print(f'\n{described_arms(config, arms, DRY_RUN.value)}')
+        print(f'\n{described_arms(config, arms, pod)}')
         return
     print(f'\n{plan.estimate(config, arms, measure=MEASURE.value)}')
     for warning in warnings:
@@ -93,12 +101,13 @@ def _dry_run(config: Study) -> None:
 
 
 def _build_and_print_arms(config: Study) -> list[PlannedArm]:
-    """Builds the arms and prints them."""
+    """Builds the arms of a study and prints them; warns if uncommitted files withhold verdicts."""
     with waiting(config.name, 'matching parameters'):
         arms = build_arms(config)
     num_arms = '1 arm' if len(arms) == 1 else f'{len(arms)} arms'
     print(f'{config.name}: {num_arms}\n{table(arms, config.match)}', flush=True)
-    if config.tuning.seeds and git_state()['dirty']:
+    is_tuned = bool(config.tuning.seeds)  # otherwise the study has no verdicts
+    if is_tuned and git_state()['dirty']:
         log.warning('files are changed or untracked, which withholds verdicts: commit them first')
     return arms
 

@@ -73,6 +73,7 @@ NUM_ROWS = 8  # validation rows that a run reads
 
 
 def main() -> None:
+    """Measures a model, prints a table, and writes numbers and figures to --out."""
     keep_programs()
     if TEXT.value is not None and TOKENS.value is not None:
         raise ConfigError('--text and --tokens exclude each other')
@@ -81,10 +82,12 @@ def main() -> None:
         raise ConfigError(f'{out} already holds an analysis; give another directory')
     measured = Subject.load(SOURCE)
     reference = None
+    reference_model = None
     if REFERENCE.value is not None:
         # The trial that --source was converted from, or else the trial with the same number.
         trial = exported.origin(measured.source.path).get('trial', measured.trial)
         reference = Subject.load(REFERENCE, trial)
+        reference_model = reference.model
 
     batch = None  # what the model reads
     ids: list[int] = []
@@ -92,19 +95,11 @@ def main() -> None:
     if TEXT.value is not None or TOKENS.value is not None:
         ids, tokens = tokens_of_flag(measured.source, measured.model)
         batch = {'tokens_BT': np.array([ids], np.int32)}
-    elif measured.source.config is not None:
+    elif measured.source.config is not None:  # a run, which has data
         batch = validation_rows(measured.source)
-    reference_model = None if reference is None else reference.model
     analysis = analyze(measured.model, batch, reference=reference_model)
+    print_analysis(analysis, measured, reference)
 
-    print(f'{measured}, {counted(measured.model.config.num_layers, "layer")}')
-    if reference is not None:
-        print(f'drift from {reference}')
-    print(table(analysis))
-    for matrix, reason in (('A', 'not bilinear'), ('B', 'not linear in the values')):
-        layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == matrix]
-        if layers:
-            print(f'{", ".join(layers)}: {reason}, so there is no matrix {matrix}[n]')
     if out is not None:
         make_directory(out)
         write_numbers(out, analysis, measured, reference)
@@ -153,8 +148,21 @@ class Subject:
         }
 
 
+def print_analysis(analysis: Analysis, measured: Subject, reference: Subject | None) -> None:
+    """Prints the models, the table of quantities, and the layers that lack a matrix A or B."""
+    print(f'{measured}, {counted(measured.model.config.num_layers, "layer")}')
+    if reference is not None:
+        print(f'drift from {reference}')
+    print(table(analysis))
+    for matrix, reason in (('A', 'not bilinear'), ('B', 'not linear in the values')):
+        layers = [f'{site} {layer}' for site, layer, name in analysis.missing if name == matrix]
+        if layers:
+            print(f'{", ".join(layers)}: {reason}, so there is no matrix {matrix}[n]')
+
+
 def validation_rows(source: loading.Loaded) -> dict[str, np.ndarray]:
     """Returns the first validation rows of a run, as one batch."""
+    # A tokenizer.json is opened in the way that the run recorded.
     tokenizers = recorded_tokenizers(absolute(source.path), source.config.data)
     with use_recorded_tokenizers(*tokenizers):
         rows = rows_of(source.config)
@@ -180,7 +188,8 @@ def tokens_of_flag(source: loading.Loaded, model: Transformer) -> tuple[list[int
             ids = tokenizer.encode(flag.value).tolist()
         except ValueError as error:
             raise ConfigError(f'--text cannot be encoded: {error}') from error
-        tokens = [tokenizer.decode([token_id]).replace('\n', '\\n') for token_id in ids]
+        texts = [tokenizer.decode([token_id]) for token_id in ids]
+        tokens = [text.replace('\n', '\\n') for text in texts]
     if not 2 <= len(ids) <= context:
         length = counted(ids, 'token')
         raise ConfigError(f'--{flag.name} has {length}; the model reads 2 to {context}')
@@ -192,7 +201,7 @@ def table(analysis: Analysis) -> str:
 
     The values are means over heads, except for induction, whose value is the maximum.
     """
-    rows = pd.DataFrame(analysis.rows)
+    rows = pd.DataFrame(analysis.rows)  # a row for each quantity, subject, site, layer and head
     values_of_heads = rows.groupby(['quantity', 'subject', 'site', 'layer'])['value']
     means = values_of_heads.mean(skipna=False)
     maxima = values_of_heads.max(skipna=False)
@@ -206,7 +215,7 @@ def table(analysis: Analysis) -> str:
         if (quantity, subject) not in values.index:
             continue
         titles.append((heading, False))
-        value_by_layer = values[quantity, subject]
+        value_by_layer = values[quantity, subject]  # by (site, layer number)
         for site_and_layer, cells in cells_by_layer.items():
             value = value_by_layer.get(site_and_layer)
             cells.append('-' if value is None else f'{value:.3g}')
@@ -259,22 +268,28 @@ def draw(out: Path, analysis: Analysis) -> None:
 def draw_maps(out: Path, model: Transformer, ids: list[int], tokens: list[str]) -> None:
     """Writes maps.png: the probabilities of each layer, blank where a query may not attend."""
     inputs = {'tokens_BT': np.array([ids], np.int32)}
-    patterns = jax.jit(attention_patterns)(model, inputs)
+    pattern_by_site_and_layer = jax.jit(attention_patterns)(model, inputs)
     map_by_layer = {}
-    for (_, layer), pattern in patterns.items():
-        map_by_layer[layer] = np.where(pattern.mask_BTS[0], pattern.probabilities_BNTS[0], np.nan)
+    for (_, layer), pattern in pattern_by_site_and_layer.items():
+        may_attend_TS = pattern.mask_BTS[0]
+        map_by_layer[layer] = np.where(may_attend_TS, pattern.probabilities_BNTS[0], np.nan)
+    # The tokens label the queries and the keys.
     save(out, 'maps', attention_maps, map_by_layer, tokens, tokens)
 
 
 def save(out: Path, stem: str, function: Any, *arguments: Any) -> None:
-    """Draws a figure as out/stem.png."""
+    """Draws a figure with a function, and writes it to out/stem.png."""
     with style_sheet():
-        write_atomic(out / f'{stem}.png', render(function(*arguments), 'png'))
+        figure = function(*arguments)
+        write_atomic(out / f'{stem}.png', render(figure, 'png'))
 
 
 def suffix(site: str) -> str:
     """Returns the suffix of a site's files: '' for 'attention', '_cross' for 'cross_attention'."""
-    return '' if site == 'attention' else '_' + site.removesuffix('attention').strip('/_')
+    if site == 'attention':
+        return ''
+    name = site.removesuffix('attention').strip('/_')
+    return f'_{name}'
 
 
 if __name__ == '__main__':

@@ -57,6 +57,7 @@ LAYOUT = flags.DEFINE_enum(
 
 
 def main() -> None:
+    """Applies the conversions of --apply to a model in turn, and writes it to --out."""
     keep_programs()
     path = cli.required(SOURCE)
     for text in APPLY.value:
@@ -79,29 +80,11 @@ def main() -> None:
         diverged = f'; trial {trial} diverged, its last finite parameters'
     print(f'{path}: {config.variant}, {counted(config.num_layers, "layer")}{diverged}')
     for conversion in APPLY.value:
-        try:
-            config, params, error_by_layer = convert_model(conversion, config, params)
-            change = logit_error(reference, (config, params), tokens_BT)
-            is_exact = not error_by_layer
-            if is_exact and not change <= EXACT:  # `not <=` also catches NaN
-                raise ConversionError(
-                    f'it changes logits by {change:.1e} of the largest, but an exact conversion '
-                    f'may change them by {EXACT:.0e} at most'
-                )
-        except ConversionError as error:
-            raise ConfigError(f'{conversion} cannot be applied: {error}') from error
-        name, _, _ = conversion.partition('(')  # 'truncate(rank=8)' -> 'truncate'
-        is_least = ''
-        if name in CONVERSIONS:  # `truncate` or `truncate_vo`
-            is_least = ', the least that any of this rank do (Eckart-Young)'
-        for layer, lost in enumerate(error_by_layer):
-            print(
-                f'layer {layer}: {conversion} leaves out {lost:.3e} of the norm of the '
-                f'matrices{is_least}'
-            )
+        config, params, is_exact = apply_conversion(
+            conversion, config, params, reference, tokens_BT
+        )
         if not is_exact:
             reference = (config, params)
-        print(f'{conversion}: {config.variant}, largest relative logit change {change:.2e}')
     if OUT.value is None:
         return
     if LAYOUT.value == 'transformers':
@@ -114,6 +97,52 @@ def main() -> None:
     if source.config:
         note = '; without optimizer state: its moments do not transform with the parameters'
     print(f'wrote {OUT.value} ({variant}){note}')
+
+
+def apply_conversion(
+    conversion: str,
+    config: ModelConfig,
+    params: dict,
+    reference: tuple[ModelConfig, dict],
+    tokens_BT: np.ndarray,
+) -> tuple[ModelConfig, dict, bool]:
+    """Converts a model, and prints how much that changes.
+
+    Args:
+        conversion: The conversion, such as 'merge' or 'truncate(rank=8)'.
+        config: The config of the model.
+        params: The parameters of the model.
+        reference: Config and parameters of the model whose logits an exact conversion keeps.
+        tokens_BT: The tokens that logits are compared on.
+
+    Returns:
+        The config and the parameters of the converted model, and whether the conversion is exact.
+
+    Raises:
+        ConfigError: The model cannot be converted, or an exact conversion changes the logits.
+    """
+    try:
+        config, params, error_by_layer = convert_model(conversion, config, params)
+        change = logit_error(reference, (config, params), tokens_BT)
+        is_exact = not error_by_layer
+        if is_exact and not change <= EXACT:  # `not <=` also catches NaN
+            raise ConversionError(
+                f'it changes logits by {change:.1e} of the largest, but an exact conversion '
+                f'may change them by {EXACT:.0e} at most'
+            )
+    except ConversionError as error:
+        raise ConfigError(f'{conversion} cannot be applied: {error}') from error
+    name, _, _ = conversion.partition('(')  # 'truncate(rank=8)' -> 'truncate'
+    is_least = ''
+    if name in CONVERSIONS:  # the lossy ones are `truncate` and `truncate_vo`
+        is_least = ', the least that any of this rank do (Eckart-Young)'
+    for layer, lost in enumerate(error_by_layer):
+        print(
+            f'layer {layer}: {conversion} leaves out {lost:.3e} of the norm of the '
+            f'matrices{is_least}'
+        )
+    print(f'{conversion}: {config.variant}, largest relative logit change {change:.2e}')
+    return config, params, is_exact
 
 
 def write_for_transformers(source: loading.Loaded, config: ModelConfig, params: dict) -> None:

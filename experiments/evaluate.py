@@ -53,6 +53,7 @@ BOOTSTRAP_DRAWS = 1000
 
 
 def main() -> None:
+    """Scores a decoder on --tasks; prints tables, and writes the results to --out as JSON."""
     keep_programs()
     if not TASKS.value:
         raise ConfigError('--tasks=NAME,... is required, e.g. --tasks=lambada_openai')
@@ -140,25 +141,30 @@ def loaded_tasks() -> tuple[Any, list[Any]]:
     for name, task in loaded['tasks'].items():
         if getattr(task, 'UNSAFE_CODE', False):
             raise ConfigError(f'--tasks={name} runs code written by the model, which is refused')
+
     # A group includes its members, which are also loaded on their own.
     members: set[str] = set()
     for names in loaded['group_map'].values():
         members.update(names)
-    groups_and_tasks = loaded['groups'] | loaded['tasks']
-    return manager, [task for name, task in groups_and_tasks.items() if name not in members]
+    task_by_name = loaded['groups'] | loaded['tasks']
+    return manager, [task for name, task in task_by_name.items() if name not in members]
 
 
 def manager_of_tasks() -> Any:
-    """Returns a manager of all tasks, or only of --task_dir if it has all of --tasks."""
+    """Returns the harness's task manager, which knows the tasks of --task_dir.
+
+    Unless these are all that --tasks names, it also knows the harness's own tasks.
+    """
     tasks = load_extra('lm_eval.tasks', 'evaluate')
     directory = TASK_DIR.value
     if directory is not None:
         if not as_path(directory).is_dir():
             raise ConfigError(f'--task_dir={directory} is no directory; give one of YAML files')
         manager_of_directory = tasks.TaskManager(include_path=directory, include_defaults=False)
-        if set(TASKS.value) <= set(manager_of_directory.all_tasks):
+        are_all_in_directory = set(TASKS.value) <= set(manager_of_directory.all_tasks)
+        if are_all_in_directory:
             return manager_of_directory
-    # This reads all task files of the harness, which takes half a minute.
+    # This also reads the files of all tasks of the harness, which takes half a minute.
     return tasks.TaskManager(include_path=directory)
 
 

@@ -25,6 +25,7 @@ HTML = cli.define_path('html', None, 'File to write a page with all variants to.
 
 
 def main() -> None:
+    """Prints the equations of --variant, or writes a page with all variants to --html."""
     has_variant = VARIANT.value is not None
     has_html = HTML.value is not None
     if has_variant == has_html:

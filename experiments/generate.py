@@ -44,6 +44,7 @@ SEED = flags.DEFINE_integer(
 
 
 def main() -> None:
+    """Prints the continuation of a prompt by a decoder."""
     keep_programs()
     source = loading.load(cli.required(SOURCE), imports=IMPORTS.value)
     trial = source.check_trial(TRIAL.value)
@@ -56,7 +57,7 @@ def main() -> None:
     ids, tokenizer = prompt_of_flags(source)
     num_tokens = NUM_TOKENS.value
     if num_tokens is None:
-        # The last token needs no position.
+        # What fits into the context, at most 256. The last token needs no position.
         room = model.config.context - len(ids) + 1
         num_tokens = max(1, min(256, room))
     if source.config is not None:

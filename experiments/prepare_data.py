@@ -35,6 +35,7 @@ WORKERS = flags.DEFINE_integer(
 
 @signals.exit_on_signal()
 def main() -> None:
+    """Tokenizes the data of a config into --out; prints the command that trains on them."""
     out = cli.required(OUT)
     config = cli.read_config(CONFIG)
     data = config.data
@@ -61,7 +62,7 @@ def on_tokens(config: Config, out: str, dataset: TokenDataset) -> Config:
     """
     data_fields = {}
     for name in (*SETTINGS, 'lowercase', 'tokenizer', 'tokenizer_size'):
-        data_fields[name] = getattr(DataConfig, name)
+        data_fields[name] = getattr(DataConfig, name)  # the default
     if is_import_path(config.data.tokenizer):
         # The run imports the tokenizer only if its config names it.
         data_fields['tokenizer'] = config.data.tokenizer

@@ -42,6 +42,7 @@ IMPORTS = cli.define_imports()
 
 
 def main() -> None:
+    """Prints the results of a study and writes its report, with what further flags ask for."""
     study = as_path(cli.required(STUDY))
     if WHY.value and not ACCEPT.value:
         raise ConfigError(f'--why={WHY.value!r} is a reason without --accept')

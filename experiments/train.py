@@ -30,9 +30,11 @@ PROFILE = cli.define_path('profile', None, 'Directory for a trace of the third t
 @signals.exit_on_signal(cli.is_dry_run)
 @bootstrap.in_job
 def main() -> None:
+    """Trains the run of a config and prints its results; with --dry_run, only its cost."""
     keep_programs()
     config = cli.read_config(CONFIG)
-    if LOG.value is not None and DRY_RUN.value in (None, cli.COUNT):
+    has_pod = DRY_RUN.value not in (None, cli.COUNT)
+    if LOG.value is not None and not has_pod:
         raise ConfigError(f'--dry_run_log={LOG.value} needs --dry_run=POD')
     if DRY_RUN.value is not None:
         _dry_run(config)
@@ -49,20 +51,24 @@ def main() -> None:
 
 
 def _dry_run(config: Config) -> None:
-    """Prints the parameters, tokens and FLOPs of a run, or with --dry_run=POD the cost of a step.
+    """Prints what a run would cost, without training it.
 
-    A step is compiled for the pod. --dry_run_log gets a row with the memory of the step.
+    Without a pod, these are its parameters, tokens and FLOPs. With --dry_run=POD, a training step
+    is compiled for the pod, and its memory and FLOPs are printed and appended to --dry_run_log.
     """
-    if DRY_RUN.value == cli.COUNT:
+    if DRY_RUN.value == cli.COUNT:  # --dry_run without a pod
         print(dry_run.counts(config))
         return
-    if LOG.value is not None:
-        dry_run.check_log(LOG.value)
-    step = dry_run.describe(config, DRY_RUN.value)
-    if agreement.is_process_0():
-        print(dry_run.text(step))
-        if LOG.value is not None:
-            dry_run.append_to_log(step, LOG.value)
+    pod = DRY_RUN.value
+    log_file = LOG.value
+    if log_file is not None:
+        dry_run.check_log(log_file)
+    step = dry_run.describe(config, pod)
+    if not agreement.is_process_0():
+        return
+    print(dry_run.text(step))
+    if log_file is not None:
+        dry_run.append_to_log(step, log_file)
 
 
 def text_of_result(result: dict[str, Any]) -> str:
@@ -85,8 +91,9 @@ def metrics_by_split(result: dict[str, Any]) -> dict[str, list[str]]:
     For example, {'validation': ['loss 1.4513', ...], 'test': [...]}. A split without a value is
     left out.
     """
-    metrics = [metric for metric in shown(metrics_of(result), [result]) if metric.role != 'error']
-    # The names of fields in `result`, parallel to `metrics`.
+    shown_metrics = shown(metrics_of(result), [result])
+    metrics = [metric for metric in shown_metrics if metric.role != 'error']
+    # The fields of `result` with these metrics, such as 'val_loss'.
     fields_by_split: dict[str, list[str]] = {}
     for split, prefix in PREFIXES.items():
         fields_by_split[split] = [f'{prefix}_{metric.name}' for metric in metrics]

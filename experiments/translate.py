@@ -44,6 +44,7 @@ AVERAGE = flags.DEFINE_integer(
 
 
 def main() -> None:
+    """Prints translations of --text or --file, or the scores of the split --score."""
     keep_programs()
     source = loading.load(cli.required(SOURCE), average=AVERAGE.value)
     config = source.config
@@ -69,6 +70,7 @@ def main() -> None:
         raise ConfigError('--text or --file must hold at least one sentence')
     if config.data.lowercase:
         lines = [line.lower() for line in lines]
+    # Blank lines stay blank, and the others are translated.
     sentences = [line for line in lines if line.strip()]
     translations = iter(translate(model, tokenizer, sentences, decode))
     for line in lines:
@@ -78,8 +80,8 @@ def main() -> None:
 
 
 def beam_search(decode: DecodeConfig) -> DecodeConfig:
-    """Returns the run's beam search settings with flags applied, for all sentences of a split."""
-    overrides: dict[str, Any] = {'max_sources': None}
+    """Returns the run's settings of the beam search, with those that flags override."""
+    overrides: dict[str, Any] = {'max_sources': None}  # all sentences of a split are scored
     for flag in (BEAM, LENGTH_PENALTY):
         if flag.value is not None:
             overrides[flag.name] = flag.value
@@ -93,15 +95,18 @@ def scores_of(
 ) -> dict[str, Any]:
     """Translates a split of the run's data; returns BLEU and other scores."""
     data = source.config.data
-    with use_recorded_tokenizers(*recorded_tokenizers(absolute(source.path), data)):
+    # A tokenizer.json is opened in the way that the run recorded.
+    tokenizers = recorded_tokenizers(absolute(source.path), data)
+    with use_recorded_tokenizers(*tokenizers):
         pairs = load(data)
     assert isinstance(pairs, PairDataset)  # as for every encoder_decoder
     if split not in pairs.splits:
         raise ConfigError(f'--score={split} must be one of {", ".join(pairs.splits)}')
+    translate_batch = functools.partial(translate_ids, model, pairs.source.tokenizer, config=decode)
     return score_split(
         pairs,
         split,
-        functools.partial(translate_ids, model, pairs.source.tokenizer, config=decode),
+        translate_batch,
         longest_source=source.model_config.encoder.context - 1,  # the separator takes a position
         max_sources=None,
         lowercase=data.lowercase,

@@ -18,6 +18,7 @@ MEASURE = flags.DEFINE_bool(
 
 
 def main() -> None:
+    """Prints the stored catalogue of variants; with --measure, makes and stores it again."""
     if MEASURE.value:
         # Imported here, because printing the stored catalogue does not need JAX.
         measured = importlib.import_module('qkattn.study.variant_catalogue').measured()

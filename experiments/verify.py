@@ -41,6 +41,7 @@ OF_PAGES = {**verify.HEADLINE, **BLOCKS, 'benchmark': record.block}
 
 @functools.cache
 def _costs(model: ModelConfig) -> dict[str, Any]:
+    """Computes the costs of a model, by the names of their fields in results."""
     return {
         'parameters': cost.count(model),
         'flops_per_token': cost.flops_per_token(model),
@@ -57,13 +58,15 @@ def check_costs(directory: Path) -> int:
     Raises:
         ReportError: A result has other numbers.
     """
-    runs = [run for run in load_findings(directory).study.runs if run.trials]
+    study = load_findings(directory).study
+    runs = [run for run in study.runs if run.trials]
     for run in runs:
         try:
-            costs = _costs(from_json(Config, run.config).model)
+            config = from_json(Config, run.config)
+            cost_by_name = _costs(config.model)
         except (ConfigError, SpecError) as error:
             raise ReportError(f'{directory}: run {run.name}: {error}') from error
-        for name, expected in costs.items():
+        for name, expected in cost_by_name.items():
             for trial in run.trials:
                 recorded = getattr(trial, name)
                 if recorded != expected:
@@ -75,6 +78,7 @@ def check_costs(directory: Path) -> int:
 
 
 def main() -> None:
+    """Checks studies, claims and pages against the logs; with --write, writes pages before."""
     for page in PAGES.value:
         if not Path(page).is_file():
             raise ConfigError(f'--pages: {page!r} is not a file')
@@ -84,17 +88,7 @@ def main() -> None:
         num_blocks = sum(verify.check_page(page, OF_PAGES, write=True) for page in PAGES.value)
         print(f'{counted(num_blocks, "block")} of results written')
     results = as_path(RESULTS.value)
-    study_files = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
-    if not study_files:
-        raise ReportError(f'--results={RESULTS.value} contains no study directory')
-    for study_file in study_files:
-        study = study_file.parent
-        num_runs = check_costs(study)
-        num_numbers = verify.check_study(study)
-        print(
-            f'{study.name}: {num_numbers:,} numbers agree with the logs, the costs of '
-            f'{counted(num_runs, "run")} with the configs'
-        )
+    _check_studies(results)
     print(ledger_history.check_ledgers(results))
     for path in sorted(results.glob(f'claims/*/{export.CLAIMS}')):
         num_rows = export.check(path.parent)
@@ -106,10 +100,25 @@ def main() -> None:
         _check_pages(PAGES.value)
 
 
+def _check_studies(results: Path) -> None:
+    """Checks the numbers and costs of all studies below a directory; prints their counts."""
+    study_files = sorted([*results.glob('*/study.json'), *results.glob('claims/*/*/study.json')])
+    if not study_files:
+        raise ReportError(f'--results={RESULTS.value} contains no study directory')
+    for study_file in study_files:
+        study = study_file.parent
+        num_runs = check_costs(study)
+        num_numbers = verify.check_study(study)
+        print(
+            f'{study.name}: {num_numbers:,} numbers agree with the logs, the costs of '
+            f'{counted(num_runs, "run")} with the configs'
+        )
+
+
 def _check_pages(pages: list[str]) -> None:
     """Checks the result blocks of pages, and docs/numbers.toml; prints the counts."""
     num_blocks_by_page = {page: verify.check_page(page, OF_PAGES) for page in pages}
-    if not any(num_blocks_by_page.values()):
+    if sum(num_blocks_by_page.values()) == 0:
         raise ReportError(f'--pages={",".join(num_blocks_by_page)} contain no block of results')
     for page, num_blocks in num_blocks_by_page.items():
         if num_blocks:
