@@ -28,7 +28,9 @@ class Block(nn.Module):
         """Adds causal attention of x, then an MLP; both act on the normalized x, [B, T, D]."""
         B, T, D = x.shape
         qkv = self.qkv(self.attention_norm(x))  # [B, T, 3 D]
-        q, k, v = (part.view(B, T, self.num_heads, -1).transpose(1, 2) for part in qkv.split(D, dim=2))
+        q, k, v = (
+            part.view(B, T, self.num_heads, -1).transpose(1, 2) for part in qkv.split(D, dim=2)
+        )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, N, T, H]
         x = x + self.out(o.transpose(1, 2).reshape(B, T, D))
         hidden = F.gelu(self.mlp_in(self.mlp_norm(x)), approximate=self.gelu)

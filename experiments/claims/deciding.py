@@ -368,8 +368,8 @@ def _case(expected: Expectation, findings: Findings, key: ArmKey) -> Case:
     versus_arm = None
     for candidate in arm_by_key.values():
         # A key consists of variant, size, corpus and control.
-        differs_only_in_variant = candidate.key == key._replace(variant=candidate.variant)
-        if differs_only_in_variant and study.is_variant(candidate.variant, expected.versus):
+        differs_at_most_in_variant = candidate.key == key._replace(variant=candidate.variant)
+        if differs_at_most_in_variant and study.is_variant(candidate.variant, expected.versus):
             versus_arm = candidate
             break
     comparison = compare(arm, versus_arm, study.margin) if versus_arm else None
@@ -473,10 +473,11 @@ def _row_of_difference(
         row_fields['loss'] = arm.loss.mean if arm.loss else None
         row_fields['is_short'] = bool(arm.shortfalls)
         row_fields['yardstick'] = yardstick_text(findings, arm)
-        # `settling` says how longer training changes a difference, here the one from the baseline.
-        # With `expected.versus`, `comparison` is another difference.
-        if arm.settling and arm.settling.short == comparison.difference.mean:
-            row_fields['length'] = length_words(arm.settling)
+        # How longer training changes the difference is known for the baseline only, and not for
+        # `expected.versus`.
+        settling = arm.settling
+        if settling and settling.short == comparison.difference.mean:
+            row_fields['length'] = length_words(settling)
     return difference_row(
         expected.label or ' - '.join(expected.variants),
         kind,
@@ -491,7 +492,8 @@ def yardstick_text(findings: Findings, arm: TrainedArm) -> str | None:
 
     Losses are in nats/token. Returns None if no yardstick was recorded.
     """
-    yardstick = (findings.study.yardsticks or {}).get(arm.baseline_key)
+    yardstick_by_baseline = findings.study.yardsticks or {}
+    yardstick = yardstick_by_baseline.get(arm.baseline_key)
     if yardstick is None:
         return None
     bleu = yardstick.bleu.get(arm.split)
