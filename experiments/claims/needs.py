@@ -60,7 +60,7 @@ def needed(row: Row, arm: TrainedArm) -> Need:
     tuning_error = difference.tuning_high if distance > 0 else difference.tuning_low
     finer_sweep = f'a finer sweep (this one may miss {tuning_error:.2g} nats/token)'
     sample_size = to_find(difference, distance, two_sided_alpha)
-    if sample_size is None:
+    if sample_size is None:  # imperfect tuning alone may reach the bound
         return Need(_FINER_SWEEP, f'{finer_sweep}, {task}')
     seeds, times_documents = sample_size
     text = f'{seeds:,} seeds in place of {difference.n}'
