@@ -73,9 +73,8 @@ def text_table(titles: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]
             body.append(cells)
 
     widths = []
-    columns = zip(*head, *body, strict=True)
-    for cells in columns:
-        widths.append(max(len(cell) for cell in cells))
+    for column in zip(*head, *body, strict=True):
+        widths.append(max(len(cell) for cell in column))
     rule = ['-' * width for width in widths]
 
     lines = []

@@ -253,7 +253,7 @@ def read_results(path: Path, config: Config) -> list[dict[str, Any]]:
     Raises:
         RunDirectoryError: The file is damaged, or has the results of another run.
     """
-    any_objects = [{}]  # a schema; `check_result` checks the fields
+    any_objects: list[dict[str, Any]] = [{}]  # a schema; `check_result` checks the fields
     results = read_json(path, any_objects, _RESULT_ADVICE)
     config_hash = fingerprint(config)
     try:

@@ -255,7 +255,7 @@ def _checked_documents(
                 f'data.name={name!r}: splits names {split!r}, but documents {returned}'
             )
 
-    checked = {}
+    checked: dict[str, Iterable[bytes]] = {}
     for split, documents in documents_of_split.items():
         checked[split] = _require_documents(documents, split, name)
     return checked
