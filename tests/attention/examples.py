@@ -30,6 +30,7 @@ FOLDER_VARIANTS = [
     ('examples.frozen:Frozen', 'vo'),
     ('qk', 'examples.gauge_fixed:GaugeFixedVO'),
     ('qk', 'examples.hadamard:Hadamard'),
+    ('qk', 'examples.identity_start:OutputFromIdentity'),
 ]
 VARIANTS = FOLDER_VARIANTS + PAGE_VARIANTS
 

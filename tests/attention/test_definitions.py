@@ -99,6 +99,7 @@ VALUES = {
     'no_vo': lambda s, v: (P_DNH, as_output_matrix(P_DNH)),
     'merged_vo': lambda s, v: (EYE_D1D, v['w_ov']),
     'low_rank(rank=3)': vo,
+    'examples.identity_start:OutputFromIdentity': vo,
     'examples.gauge_fixed:GaugeFixedVO': lambda s, v: (v['w_v'], gauge_fixed_rows(v['w_o'])),
     'double(size=5)': lambda s, v: (product(v['w_v_outer'], v['w_v']), v['w_o']),
     'examples.hadamard:Hadamard': lambda s, v: (v['w_v'], HADAMARD_NHD * v['g_o']),

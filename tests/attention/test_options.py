@@ -54,6 +54,7 @@ VARIANTS_WITH_OUTPUTS = [
 VARIANTS_WITH_OUTPUTS += [
     ('qk', 'examples.gauge_fixed:GaugeFixedVO'),
     ('qk', 'examples.hadamard:Hadamard'),
+    ('qk', 'examples.identity_start:OutputFromIdentity'),
 ]
 VARIANTS_WITH_OUTPUTS += [('qk', 'low_rank(rank=3)'), ('qk', 'merged_vo(init="product")')]
 # A Score, positions, and the number of key heads for all queries: 1 if absorbed, else 4.
