@@ -26,7 +26,7 @@ class ArmKey(NamedTuple):
 
     @property
     def declared(self) -> 'ArmKey':
-        """The key of this arm in study.json, which lists no arms that are trained longer."""
+        """The key in study.json. An arm that is trained longer has the key of the usual length."""
         if self.control == LONGER:
             return self._replace(control=None)
         return self
@@ -57,13 +57,14 @@ def parse_expected(text: str) -> Expected:
     Raises:
         ConfigError: The text does not have this form.
     """
-    # Options may have spaces between them, as in 'shared_qk(key_norm=True, self_mask=True)/vo'.
-    decision_pattern = '|'.join(EXPECTED)
-    match = re.fullmatch(rf'(.+?) is ({decision_pattern})( at equal shape)?', text)
+    variant_pattern = '(?P<variant>.+?)'  # may have spaces, as 'qk/no_o [d_ff]' has
+    decision_pattern = f'(?P<decision>{"|".join(EXPECTED)})'
+    ending_pattern = '(?P<ending> at equal shape)?'
+    match = re.fullmatch(f'{variant_pattern} is {decision_pattern}{ending_pattern}', text)
     if match is None:
         raise ConfigError(
             f'expected={text!r} must be a variant and a decision, {", ".join(EXPECTED)}, as in '
             "'qk/vo?num_heads=1 is worse' or 'shared_qk/vo is worse at equal shape'"
         )
-    variant, decision, at_equal_shape = match.groups()
-    return Expected(variant, decision, same_shape=at_equal_shape is not None)
+    has_ending = match['ending'] is not None
+    return Expected(match['variant'], match['decision'], same_shape=has_ending)

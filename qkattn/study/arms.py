@@ -42,7 +42,7 @@ class PlannedArm:
 
     @property
     def title(self) -> str:
-        """The label, size and control of the arm, separated by spaces."""
+        """The label, size and control of the arm, such as 'qk/no_o d_model=128 longer'."""
         parts = (self.key.variant, self.key.size, self.key.control)
         return ' '.join(part for part in parts if part)
 
@@ -60,7 +60,7 @@ def parse_fields(text: str, context: str) -> dict[str, Any]:
     Raises:
         ConfigError: A field is unknown or set twice, or has no '='.
     """
-    valid_names = typing.get_type_hints(ModelConfig)
+    valid_names = [field.name for field in dataclasses.fields(ModelConfig)]
     fields: dict[str, Any] = {}
     for assignment in text.split('&'):
         if not assignment:
@@ -76,7 +76,7 @@ def parse_fields(text: str, context: str) -> dict[str, Any]:
         try:
             fields[name] = ast.literal_eval(value_text)
         except (SyntaxError, ValueError, TypeError, RecursionError):
-            fields[name] = value_text
+            fields[name] = value_text  # a string without quotes, such as 'encoder'
     return fields
 
 
@@ -90,11 +90,11 @@ def parse_variant(text: str) -> dict[str, Any]:
     """
     name, _, fields_text = text.partition('?')
     try:
-        variant = registry.parse_variant(name)
+        variant = registry.parse_variant(name)  # a named tuple of score and value
     except SpecError as error:
         raise ConfigError(f'variant {text!r}: {error}') from error
-    fields = parse_fields(fields_text, f'variant {text!r}')
-    return {**variant._asdict(), **fields}
+    other_fields = parse_fields(fields_text, f'variant {text!r}')
+    return {**variant._asdict(), **other_fields}
 
 
 def build_arms(study: Study) -> list[PlannedArm]:
@@ -107,12 +107,13 @@ def build_arms(study: Study) -> list[PlannedArm]:
         MatchError: Some variants cannot be matched in cost. The last line of the message suggests
             flags with which all arms match.
     """
+    # Check the settings.
     check_section('', study)
     check_protocol(study)
     check_optimizer(study.base.optimizer, study.base.train.num_steps)
     check_sinks(study.base.train.sinks)
     check_metrics(study.base)
-    study = resolved(study)
+    study = resolved(study)  # `corpora` gets its default
     _check_corpora(study)
 
     # All corpora have the same models, so arms are matched once, on the first corpus.
@@ -139,12 +140,12 @@ def _check_corpora(study: Study) -> None:
     """Raises ConfigError if a corpus has no task that fits the config. Opens no data."""
     for corpus in study.corpora:
         data = dataclasses.replace(study.base.data, name=corpus)
-        base = dataclasses.replace(study.base, data=data)
+        config = dataclasses.replace(study.base, data=data)
         try:
-            task_of(base)
+            task_of(config)
         except ConfigError as error:
             raise ConfigError(f'corpora={study.corpora}: {error}') from error
-        evaluation_corpora.entries(base)  # raises ConfigError for an invalid entry
+        evaluation_corpora.entries(config)  # raises ConfigError for an invalid entry
 
 
 def _require_different_models(arms: Sequence[PlannedArm]) -> None:
@@ -213,7 +214,7 @@ def _refusal_text(study: Study, refusals: Sequence[Refusal]) -> str:
 
 
 def _all_arms_match(study: Study, size: str) -> bool:
-    """Returns whether all arms of a study can be matched at a size."""
+    """Returns whether all arms of a study are valid at a size, and matched in cost."""
     try:
         arms, refusals = _arms_at_size(study, size)
         _require_different_models(arms)
@@ -257,13 +258,18 @@ def _arms_at_size(study: Study, size: str) -> tuple[list[PlannedArm], list[Refus
             arms.append(_planned_arm(study, baseline, variant, model, destination))
 
         if study.controls.equal_shape:
-            d_ff = unmatched.d_ff or baseline.model.d_ff
-            model = dataclasses.replace(unmatched, d_ff=d_ff)
-            can_be_built = violated_constraint(model) is None
-            costs_less = can_be_built and cost.measured(model, baseline.which) < baseline.cost
-            if costs_less and model not in [arm.model for arm in arms]:
-                arms.append(_planned_arm(study, baseline, variant, model, control=SAME_SHAPE))
+            # The width of the baseline is explicit, and so is that of its controls.
+            same_shape = dataclasses.replace(unmatched, d_ff=unmatched.d_ff or baseline.model.d_ff)
+            is_other_model = same_shape not in [arm.model for arm in arms]
+            if is_other_model and _costs_less(same_shape, baseline):
+                arms.append(_planned_arm(study, baseline, variant, same_shape, control=SAME_SHAPE))
     return arms, refusals
+
+
+def _costs_less(model: ModelConfig, baseline: _Baseline) -> bool:
+    """Returns whether a model can be built and costs less than the baseline."""
+    can_be_built = violated_constraint(model) is None
+    return can_be_built and cost.measured(model, baseline.which) < baseline.cost
 
 
 def _matched_model(
@@ -312,7 +318,7 @@ def _baseline_at_size(study: Study, size: str, size_fields: dict[str, Any]) -> _
     if study.match is not None:
         # Matched arms have an explicit d_ff, so the baseline gets one too.
         model = dataclasses.replace(model, d_ff=model.mlp_width)
-    which = study.match or 'total'
+    which = study.match or 'total'  # without matching, the table compares the total parameters
     baseline_cost = cost.measured(model, which)
     if not baseline_cost:
         raise MatchError(f'match={which!r}: a model of kind={model.kind!r} has no cache')
@@ -353,7 +359,7 @@ def _model_at_baseline_shape(
     fields_set_twice = sorted(variant_fields.keys() & size_fields.keys())
     if fields_set_twice:
         raise ConfigError(f'variant {variant!r} and sizes both set {fields_set_twice[0]}')
-    for name in MODEL_KNOBS:
+    for name in MODEL_KNOBS:  # model fields that may be tuned, such as score_scale
         is_tuned = bool(getattr(study.tuning, f'{name}s'))  # such as tuning.score_scales
         if name in variant_fields and is_tuned:
             raise ConfigError(f'variant {variant!r} sets {name}, which tuning.{name}s tunes')
@@ -409,8 +415,9 @@ def table(arms: Sequence[PlannedArm], matched_cost: str | None) -> str:
         row['FLOP/token'] = f'{cost.flops_per_token(config):,.0f}'
         row['cache/token'] = f'{cost.cache_floats_per_token(config):,}'
         rows.append(row)
-    titles = [(title, title == 'variant') for title in rows[0]]  # whether the column is flush left
-    text = text_table(titles, [list(row.values()) for row in rows])
+    # Pairs (title, whether the column is left-aligned).
+    columns = [(title, title == 'variant') for title in rows[0]]
+    text = text_table(columns, [list(row.values()) for row in rows])
     if matched_cost is None:
         return text
     return f'equal: {COSTS[matched_cost]}\n{text}'

@@ -125,7 +125,8 @@ def earlier_studies(
             same seed.
     """
     name = declared.get('repeats')
-    if name is not None and name not in [repeat.study for repeat in study_ledger.repeats]:
+    names_in_ledger = [repeat.study for repeat in study_ledger.repeats]
+    if name is not None and name not in names_in_ledger:
         raise ReportError(
             f'{directory / "study.json"} repeats {name!r}, which '
             f'{directory / ledger.NAME} does not declare; {ledger.ADVICE}'
@@ -134,8 +135,9 @@ def earlier_studies(
         return []
 
     # Two studies may repeat the same study, which is listed once.
+    route = (directory.resolve(),)  # the directories on the way, to find circles
     study_by_identity: dict[str, Earlier] = {}
-    for earlier in _all_repeated(directory, study_ledger, declared, route=(directory.resolve(),)):
+    for earlier in _all_repeated(directory, study_ledger, declared, route):
         study_by_identity.setdefault(earlier.identity, earlier)
     repeated_studies = list(study_by_identity.values())
     _require_different_names(directory, repeated_studies)
@@ -180,13 +182,16 @@ def _require_different_seeds(
         declared: The study.json of the last study.
         repeated_studies: The earlier studies.
     """
+    # Questions are keys by which arms of different studies can be compared.
     questions = _questions(study_ledger.arms, declared)
     compared = frozenset(key for key in questions if key.variant != declared['baseline'])
-    pools = [_Pooled(directory.name, compared, frozenset(declared['seeds']))]
+    last_seeds = frozenset(declared['seeds'])
+    pools = [_Pooled(directory.name, questions=compared, seeds=last_seeds)]
     for earlier in repeated_studies:
         is_lost = earlier.path is None
         if not is_lost:  # a lost study has no results to pool
-            pools.append(_Pooled(earlier.name, earlier.questions & compared, earlier.seeds))
+            also_compared = earlier.questions & compared
+            pools.append(_Pooled(earlier.name, questions=also_compared, seeds=earlier.seeds))
     for first, second in combinations(pools, 2):
         shared_seeds = sorted(first.seeds & second.seeds)
         shared_questions = first.questions & second.questions
@@ -212,20 +217,18 @@ def _all_repeated(
     Raises:
         ReportError: The repeats form a circle, or a repeated study cannot be read.
     """
-    repeated = [_repeated_study(directory, repeat, declared) for repeat in study_ledger.repeats]
-    studies = list(repeated)
-    for earlier in repeated:
+    directly = [_repeated_study(directory, repeat, declared) for repeat in study_ledger.repeats]
+    studies = list(directly)
+    for earlier in directly:
         if earlier.path is None:
             continue  # a lost study has no ledger that could name further studies
         if earlier.path.resolve() in route:
             names = ' -> '.join(path.name for path in (*route, earlier.path))
             raise ReportError(f'{directory / ledger.NAME} closes a circle of repeats: {names}')
-        studies += _all_repeated(
-            earlier.path,
-            ledger.read(earlier.path / ledger.NAME),
-            read_json(earlier.path / 'study.json', _SCHEMA),
-            (*route, earlier.path.resolve()),
-        )
+        earlier_ledger = ledger.read(earlier.path / ledger.NAME)
+        earlier_declared = read_json(earlier.path / 'study.json', _SCHEMA)
+        longer_route = (*route, earlier.path.resolve())
+        studies += _all_repeated(earlier.path, earlier_ledger, earlier_declared, longer_route)
     return studies
 
 
@@ -267,7 +270,7 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
             return Earlier(
                 repeat,
                 path,
-                identity=hashes[0],
+                identity=hashes[0],  # of the first line, which never changes
                 seeds=frozenset(repeated['seeds']),
                 questions=_questions(repeated_ledger.arms, repeated),
                 family=_family(repeated_ledger.arms, repeated),
@@ -280,12 +283,17 @@ def _repeated_study(directory: Path, repeat: Repeat, declared: Mapping[str, Any]
 
 
 def _questions(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """Returns `question` of each arm; `declared` is the study.json of the arms."""
+    """Returns the key of each arm by which studies can be compared (`question`).
+
+    Args:
+        arms: The keys of the arms in their study, as tuples.
+        declared: The study.json of this study.
+    """
     return frozenset(question(ArmKey(*key), declared) for key in arms)
 
 
 def _family(arms: ArmKeys, declared: Mapping[str, Any]) -> frozenset[ArmKey]:
-    """Returns `question` of each arm that is compared with the baseline."""
+    """Returns the keys of `_questions`, but only of arms that are compared with the baseline."""
     primary = primary_arms([ArmKey(*key) for key in arms], declared['baseline'])
     return frozenset(question(key, declared) for key in primary)
 
@@ -316,11 +324,12 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
     repeated = _find_repeatable(name, path, declared)
     repeated_ledger = ledger.read(repeated / ledger.NAME)
     repeated_declared = read_json(repeated / 'study.json', _SCHEMA)
-    repeated_by_it = earlier_studies(repeated, repeated_ledger, repeated_declared)
+    # The studies that the repeated study itself repeats.
+    still_earlier = earlier_studies(repeated, repeated_ledger, repeated_declared)
 
     # A repeat needs other seeds than all earlier studies.
     used_seeds = set(repeated_declared['seeds'])
-    for earlier in repeated_by_it:
+    for earlier in still_earlier:
         used_seeds |= earlier.seeds
     shared_seeds = sorted(used_seeds.intersection(declared['seeds']))
     if shared_seeds:
@@ -328,12 +337,10 @@ def declared_repeat(path: Path, declared: Mapping[str, Any]) -> dict[str, str] |
             f'the verdicts of {name!r}, or of a study that it repeats, have the seeds '
             f'{tuple(shared_seeds)}, too; trials.seeds={tuple(declared["seeds"])} must be others'
         )
-    earlier_paths = [
-        earlier.path.resolve() for earlier in repeated_by_it if earlier.path is not None
-    ]
+    earlier_paths = [earlier.path.resolve() for earlier in still_earlier if earlier.path]
     if path.resolve() in earlier_paths:
         raise ReportError(f'{name!r} repeats this study, which would close a circle')
-    _require_different_names(path, repeated_by_it)
+    _require_different_names(path, still_earlier)
     _require_first_repeat(path, declared, name, repeated_ledger)
     return {'study': name, 'entry': repeated_ledger.last}
 
@@ -384,6 +391,7 @@ def _repeats_beside(
             other_declared = read_json(study_json, _SCHEMA)
         except (ReportError, RunDirectoryError):
             continue
+        # `repeat.entry` is the hash of a line in the ledger of a study that `other` repeats.
         if any(repeat.entry in repeated_hashes for repeat in other_ledger.repeats):
             yield other, _questions(other_ledger.arms, other_declared)
 
@@ -399,7 +407,8 @@ def _find_repeatable(name: str, path: Path, declared: Mapping[str, Any]) -> Path
         ReportError: There is no such study.
     """
     advice = 'give the name of a study beside the workdir, or of one in experiments/results/claims'
-    if name in ('.', '..') or Path(name).name != name:
+    is_directory_name = Path(name).name == name and name not in ('.', '..')
+    if not is_directory_name:
         raise ReportError(f'{name!r} is no name of a directory; {advice}')
     if name == path.name:
         raise ReportError(f'a study does not repeat itself; {advice}')
@@ -456,20 +465,20 @@ def _settings_to_share(study: Mapping[str, Any], are_matched: bool) -> dict[str,
         study: The study.json of one of the two studies.
         are_matched: Whether the repeat matches its arms in cost.
     """
-    names = [*_EQUAL]
+    names = [*_EQUAL]  # such as 'baseline' and 'margin'
     if are_matched:
-        names += _EQUAL_IF_MATCHED
+        names += _EQUAL_IF_MATCHED  # such as 'tolerance'
     settings = {name: study[name] for name in names}
 
     # The base config, without the settings that may differ.
     base = dict(study['base'])
     base.pop('trials', None)
-    for name in (*HARMLESS, *OF_MACHINE):
+    for name in (*HARMLESS, *OF_MACHINE):  # such as 'train.log_every' and 'mesh'
         section, _, field = name.partition('.')
         is_whole_section = not field
-        if is_whole_section:  # such as 'mesh'
+        if is_whole_section:
             base.pop(section, None)
-        elif isinstance(base.get(section), Mapping):  # a field such as 'train.log_every'
+        elif isinstance(base.get(section), Mapping):
             fields = dict(base[section])
             fields.pop(field, None)
             base[section] = fields

@@ -102,7 +102,7 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
         # A directory that is refused above stays as it is.
         stored.unpack_in_place(path)
         _check_runs(path, study, arms)
-        repeats = _repeats(path, declared) if is_new else None
+        repeats = _declared_repeat(path, declared) if is_new else None
 
         # The ledger is written first, so that the study can continue after a crash in between.
         ledger.declare(path, declared, repeats)
@@ -165,11 +165,12 @@ def _is_new(path: Path) -> bool:
 
 def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a new study cannot repeat the study named by `study.repeats`."""
-    if study.repeats is not None and not (path / ledger.NAME).exists():
-        _repeats(path, content(study, arms))
+    is_new = not (path / ledger.NAME).exists()
+    if is_new and study.repeats is not None:
+        _declared_repeat(path, content(study, arms))  # raises ConfigError
 
 
-def _repeats(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
+def _declared_repeat(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
     """Returns the name and hash of the repeated study, from `chain.declared_repeat`.
 
     Raises ConfigError if the study cannot be repeated.
@@ -199,13 +200,13 @@ def _continued(
         RunDirectoryError: `earlier` is damaged.
     """
     try:
-        records.check(earlier, records.STUDY)
+        records.check(earlier, records.STUDY)  # the types of its fields
         earlier_base: Config = from_json(Config, earlier['base'], 'base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise records.damaged_file_error(file, error, records.ADVICE) from error
-    base: Config = with_machine_of(study.base, earlier_base)
+    base: Config = with_machine_of(study.base, earlier_base)  # such as `mesh` of `earlier`
 
     left_out = []
     for name in GROWING:
@@ -263,7 +264,8 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     if not (path / stored.PLAN).exists():
         return
     planned = plan.runs(study, arms, plan.results_in(path))
-    for run in plan.left_runs(path, planned):
+    finished_but_not_planned = plan.left_runs(path, planned)
+    for run in finished_but_not_planned:
         # Only decided arms are trained longer, and added arms may leave an arm undecided.
         may_leave_plan = run['control'] == LONGER
         if not may_leave_plan:
