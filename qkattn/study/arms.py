@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import functools
-import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
