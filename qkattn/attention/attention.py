@@ -41,7 +41,7 @@ class Attention(nnx.Module):
         self.spec = spec
         self.score, self.value = registry.build(spec, key=key_or_from_rngs(key, rngs))
         if spec.qk_norm:
-            # The width of queries may differ from spec.head_size.
+            # Trace the shape of the queries, because H may differ from spec.head_size.
             x_BTD = jax.ShapeDtypeStruct((1, 1, spec.d_model), jnp.float32)
             q_BTNH = jax.eval_shape(self.score.queries, x_BTD)
             H = q_BTNH.shape[-1]
@@ -61,10 +61,12 @@ class Attention(nnx.Module):
 
     def at(self, layer: int | jax.Array) -> 'Attention':
         """Returns a copy for the layer with index `layer`, which holds the same arrays."""
-        copy = jax.tree.map(lambda leaf: leaf, self)
+        # Mapping the identity copies the modules, but not their arrays.
+        copy = jax.tree.map(lambda array: array, self)
         for circuit in (copy.score, copy.value):
             if circuit.uses_layer:
-                circuit.layer = nnx.data(layer) if isinstance(layer, jax.Array) else layer
+                is_array = isinstance(layer, jax.Array)  # in a scan over layers
+                circuit.layer = nnx.data(layer) if is_array else layer
         return copy
 
     def cached(self, y_BSD: jax.Array, first: int | jax.Array = 0) -> Cache:
@@ -89,10 +91,10 @@ class Attention(nnx.Module):
         has_norm_or_rotation = self.spec.qk_norm or self.spec.positions == 'rope'
         if not has_norm_or_rotation:
             return None
-        # As in `k_is_v`, the Value may need the projected keys.
+        # Values such as `k_is_v` are the cached keys, before QK-norm and rotation.
         if 'key' in self.value.shares:
             return None
-        # If the Score caches its keys, `keys` returns the cached array itself.
+        # If the Score caches its keys, `keys` returns an array of the cache itself.
         k_BSKH = self.score.keys(cache)
         for name, array in cache.items():
             if array is k_BSKH:
@@ -230,7 +232,7 @@ class Attention(nnx.Module):
         cross = y_BSD is not None
         if mask is None:
             mask = Mask() if cross else Mask(causal=True, window=self.spec.window)
-        # Variants such as `k_is_v` use one projection for keys and values.
+        # `products_once` computes a projection once that keys and values share, as in `k_is_v`.
         with products_once():
             cache = self.cached(y_BSD if cross else x_BTD)
             return self.attend_to(

@@ -27,8 +27,8 @@ class Mask:
     # The position of the first query. In decoding, the number of cached tokens; None is 0.
     first_query: jax.Array | int | None = None
     valid_BS: jax.Array | None = None  # False on padding
-    # The index, from 1, of each token's sequence in its row. Allows keys of the same sequence. 0 is
-    # padding.
+    # If rows hold several sequences: the index, from 1, of the sequence of each query and each key.
+    # Allows keys of the same sequence. 0 is padding.
     segments_BT: jax.Array | None = None
     segments_BS: jax.Array | None = None
     mask_BTS: jax.Array | None = None  # any other mask; B may be 1
@@ -77,6 +77,7 @@ class Mask:
         )
         if not self.hides_self:
             return mask_BTS
+        # Hide each token from itself if it has other visible keys.
         query_position_T1 = self.queries(num_queries)[:, None]
         key_position_S = jnp.arange(num_keys)
         others_BTS = mask_BTS & (query_position_T1 != key_position_S)

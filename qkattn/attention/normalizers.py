@@ -56,7 +56,8 @@ class SoftmaxOffByOne(Normalizer):
     simplex = False
 
     def __call__(self, s_BNTS: jax.Array, mask_B1TS: jax.Array) -> jax.Array:
-        # Subtract the maximum, including the logit 0, to avoid overflow.
+        # exp(s - max) / (exp(-max) + sum exp(s - max)) does not depend on max. The maximum,
+        # including the logit 0, avoids overflow.
         max_BNT1 = jnp.maximum(s_BNTS.max(-1, keepdims=True), 0)
         max_BNT1 = jax.lax.stop_gradient(max_BNT1)
         exp_BNTS = jnp.exp(s_BNTS - max_BNT1)
@@ -70,7 +71,7 @@ class Sigmoid(Normalizer):
     """sigmoid(s + b), independently for each key.
 
     Args:
-        bias: B. None is -log S, where S is the number of visible keys of the query. The
+        bias: b. None is -log S, where S is the number of visible keys of the query. The
             probabilities then sum to about 1 at initialization.
     """
 
@@ -88,7 +89,8 @@ class Sigmoid(Normalizer):
         if self.bias is not None:
             return jax.nn.sigmoid(s_BNTS + self.bias)
         num_visible_B1T1 = mask_B1TS.sum(-1, keepdims=True, dtype=s_BNTS.dtype)
-        return jax.nn.sigmoid(s_BNTS - jnp.log(jnp.maximum(num_visible_B1T1, 1)))
+        log_visible_B1T1 = jnp.log(jnp.maximum(num_visible_B1T1, 1))
+        return jax.nn.sigmoid(s_BNTS - log_visible_B1T1)
 
     def reference(self, s_S: np.ndarray) -> np.ndarray:
         bias = -np.log(len(s_S)) if self.bias is None else self.bias
@@ -112,8 +114,10 @@ class Entmax15(Normalizer):
         power = 1 / (self.alpha - 1)
 
         def excess(tau: float) -> float:
+            """Returns by how much the sum of the probabilities exceeds 1."""
             return (np.maximum(z_S - tau, 0) ** power).sum() - 1
 
+        # The largest z is 0, so the sum is at least 1 at tau = -1, and it is 0 at tau = 0.
         tau = scipy.optimize.brentq(excess, -1, 0, xtol=1e-16)
         return np.maximum(z_S - tau, 0) ** power
 

@@ -15,6 +15,7 @@ from qkattn.attention.normalizers import Normalizer, Softmax
 def logits(A_NDE: np.ndarray, x_BTD: np.ndarray, y_BSD: np.ndarray, *, scale: float) -> np.ndarray:
     """Returns s_BNTS = scale * x_t A[n] y_s^T."""
     A_NDE = np.asarray(A_NDE, np.float64)
+    # With biases, A has D + 1 rows and columns, and a 1 is appended to x and y.
     x_BTE = with_ones(x_BTD, A_NDE.shape[1])
     y_BSE = with_ones(y_BSD, A_NDE.shape[1])
     s_BNTS = np.zeros((len(x_BTE), len(A_NDE), x_BTE.shape[1], y_BSE.shape[1]))
@@ -54,8 +55,8 @@ def mix(
         p_BNTS: The probabilities.
         B_NDE: The OV circuits.
         y_BSD: The stream of the values.
-        b_o_D: The output bias, if the probabilities do not sum to 1. B[0] contains b_o, which is
-            then scaled by the sum of head 0. This argument corrects the difference.
+        b_o_D: The output bias, needed only if the probabilities do not sum to 1. B[0] contains it,
+            and so scales it by the sum of head 0.
     """
     p_BNTS = np.asarray(p_BNTS, np.float64)
     B_NDE = np.asarray(B_NDE, np.float64)
@@ -65,6 +66,7 @@ def mix(
     for b, n, t in np.ndindex(B, N, T):
         out_BTD[b, t] += p_BNTS[b, n, t] @ y_BSE[b] @ B_NDE[n]
     if b_o_D is not None:
+        # Add the fraction of b_o that head 0 has left out.
         sum_of_head_0_BT = p_BNTS[:, 0].sum(-1)
         missing_BT1 = (1 - sum_of_head_0_BT)[..., None]
         out_BTD += missing_BT1 * np.asarray(b_o_D, np.float64)

@@ -107,7 +107,8 @@ def weight(
         return nnx.Param(jnp.zeros(shape, jnp.float32))
     init, factor = _initialization.get()
     std = std_of(init, std)
-    key_of_name = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    name_hash = zlib.crc32(name.encode())  # the same in every process
+    key_of_name = jax.random.fold_in(key, name_hash)
     return nnx.Param(factor * (gain * std) * _normal(key_of_name, shape))
 
 
@@ -115,7 +116,7 @@ def weight(
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws standard normal numbers; entry (i, j, k) does not depend on the shape."""
     if len(shape) == 1:
-        # With jax_threefry_partitionable, longer draws begin with the numbers of shorter draws.
+        # A longer draw begins with the numbers of a shorter one (jax_threefry_partitionable).
         return jax.random.normal(key, shape, jnp.float32)
 
     def draw_row(row: jax.Array) -> jax.Array:
@@ -182,7 +183,7 @@ def output_projection(
 def _shape_of(name: str, spec: AttentionSpec, **sizes: int) -> tuple[int, ...]:
     """Returns the shape of a parameter from its name: 'w_q_DNH' -> (D, N, H)."""
     size_of_letter = spec.letters | sizes
-    letters = name.rpartition('_')[2]
+    letters = name.rpartition('_')[2]  # 'DNH'
     for letter in letters:
         if letter not in size_of_letter:
             raise SpecError(
@@ -203,10 +204,10 @@ def project(
     factors = (x_BTD, w_DNH, b_NH)
     # An array from another trace, such as the body of a scan, must not be used here.
     trace = get_opaque_trace_state()
-    for cached in cache or ():
-        has_same_factors = all(a is b for a, b in zip(cached.factors, factors, strict=True))
-        if has_same_factors and cached.trace == trace:
-            return cached.out_BTNH
+    for earlier in cache or ():
+        has_same_factors = all(a is b for a, b in zip(earlier.factors, factors, strict=True))
+        if has_same_factors and earlier.trace == trace:
+            return earlier.out_BTNH
 
     out_BTNH = product(x_BTD, w_DNH[...], axes=axes)
     if b_NH is not None:
@@ -230,15 +231,16 @@ def product(
     row_sizes = x_BTD.shape[:-axes]  # B, T
     inner_sizes = w_DNH.shape[:axes]  # D
     outer_sizes = w_DNH.shape[axes:]  # N, H
-    first_axes = tuple(range(axes))
-    last_axes = tuple(range(-axes, 0))
+    first_axes = tuple(range(axes))  # (0, 1) for axes=2
+    last_axes = tuple(range(-axes, 0))  # (-2, -1)
 
     # With several row axes, XLA would transpose the operands of the gradient, which is slow.
     x_RD = x_BTD.reshape(-1, *inner_sizes)
 
     has_more_inputs = math.prod(inner_sizes) > math.prod(outer_sizes)
     if has_more_inputs:
-        # The gradient of W^T is up to twice as fast. The barrier keeps XLA from transposing back.
+        # Multiply by W^T, with the first axes of W at the end. Its gradient is up to twice as fast.
+        # The barrier keeps XLA from transposing back.
         w_NHD = jnp.moveaxis(w_DNH, first_axes, last_axes)
         w_NHD = jax.lax.optimization_barrier(w_NHD)
         summed_axes = (last_axes, last_axes)  # of x, of W

@@ -98,7 +98,7 @@ def _find(text: str, registered: dict[str, type], base: type) -> tuple[type, dic
     def is_subclass(imported: Any) -> bool:
         return inspect.isclass(imported) and issubclass(imported, base)
 
-    setting = base.__name__.lower()  # 'score', 'value' or 'normalizer'
+    setting = base.__name__.lower()  # 'score', 'value' or 'normalizer', for messages
     return resolve(
         text,
         registered,
@@ -148,7 +148,7 @@ def check(spec: AttentionSpec) -> None:
     Raises:
         SpecError: One of them is unknown or does not fit the spec.
     """
-    if PASSED in vars(spec):  # `spec` has been checked before
+    if PASSED in vars(spec):  # the mark that this function sets at its end
         return
     score_class, score_options = find_score(spec.score)
     value_class, value_options = find_value(spec.value)
@@ -185,7 +185,7 @@ def _check_circuit(
     Raises:
         SpecError: The circuit does not fit the sizes of the layer, or an option is invalid.
     """
-    name, _, _ = text.partition('(')
+    name, _, _ = text.partition('(')  # 'low_rank(rank=8)' -> 'low_rank'
     total_head_size = spec.num_heads * spec.head_size
     if circuit.uses_slices and total_head_size != spec.d_model:
         raise SpecError(
@@ -228,6 +228,7 @@ def _check_sharing(
             )
 
     # If W_Q is W_K, sharing W_Q and sharing W_K are the same variant. Refuse its second name.
+    # `shareable` has parameter names, as in {'key': ('w_k_DKH', 'b_k_KH')}.
     query_is_key = score.shareable.get('query') == score.shareable.get('key')
     if value.shares == ('query',) and query_is_key:
         same_value = spec.value.replace('q', 'k', 1)  # 'q_is_v' -> 'k_is_v'
@@ -263,8 +264,10 @@ def _check_rotation(spec: AttentionSpec, score: type[Score], options: dict[str, 
             return q_BTNH
         return q_BTNH[..., -initialized.rope_size :]
 
+    # `eval_shape` neither draws parameters nor computes queries.
     size = jax.eval_shape(rotated_channels).shape[-1]
-    if size % 2:
+    is_odd = size % 2 != 0
+    if is_odd:
         raise SpecError(
             f'{spec.score} with d_model={spec.d_model} and head_size={spec.head_size} rotates '
             f'{size} channels of a head, which must be an even number for positions=rope'

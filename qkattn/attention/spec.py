@@ -129,6 +129,7 @@ def whole(low: int, top: Literal['d_model', 'd_model // 2'] | None = None) -> Ch
     """
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
+        """Raises SpecError for an invalid value, such as rank=0 in 'low_rank(rank=0)'."""
         if value is None:
             return
 
@@ -152,8 +153,8 @@ def one_of(*valid: Any) -> Check:
 
     def check(spec: AttentionSpec, name: str, option: str, value: Any) -> None:
         for choice in valid:
-            # Compare the types too, because 1 == True.
-            if value == choice and type(value) is type(choice):
+            has_same_type = type(value) is type(choice)  # because 1 == True
+            if has_same_type and value == choice:
                 return
         listed = ', '.join(repr(choice) for choice in valid)
         raise SpecError(f'{name}({option}={value!r}) must be one of {listed}')

@@ -138,7 +138,7 @@ def _visible_pairs(mask: Mask, grid: _Grid) -> tuple[tuple[int, int], ...]:
     returned, because the position of the first query is not known at compile time.
     """
     visible_IJ = np.ones((grid.num_q_blocks, grid.num_k_blocks), bool)
-    if isinstance(mask.start, int):
+    if isinstance(mask.start, int):  # the position of the first query, an array in decoding
         first_query_I1 = mask.start + np.arange(grid.num_q_blocks)[:, None] * grid.q_size
         last_query_I1 = first_query_I1 + grid.q_size - 1
         first_key_J = np.arange(grid.num_k_blocks) * grid.k_size
@@ -162,14 +162,14 @@ def _scan_pairs(options: _Options, step: Callable, carry: tuple) -> tuple:
         step: The function to call.
         carry: The first carry.
     """
-    pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # P may be 0
+    pairs_P2 = np.array(options.pairs, np.int32).reshape(-1, 2)  # [0, 2] without pairs
     i_P = pairs_P2[:, 0]
     j_P = pairs_P2[:, 1]
     pair_index_P = np.arange(len(pairs_P2), dtype=np.int32)
 
     def body(carry: tuple, pair: tuple) -> tuple[tuple, None]:
         i, j, pair_index = pair
-        return step(carry, i, j, pair_index), None
+        return step(carry, i, j, pair_index), None  # no output of each step
 
     carry, _ = lax.scan(body, carry, (i_P, j_P, pair_index_P))
     return carry
@@ -258,6 +258,7 @@ def _logits(
 
 def _distances(grid: _Grid, i: jax.Array, j: jax.Array) -> tuple[jax.Array, int]:
     """Returns the index of the first distance in blocks i and j, and the number of distances."""
+    # t - s is at least i * q_size - (j + 1) * k_size + 1 here, and at least 1 - J * k_size overall.
     first = i * grid.q_size + (grid.num_k_blocks - 1 - j) * grid.k_size
     return first, grid.q_size + grid.k_size - 1
 
@@ -458,7 +459,8 @@ def _add_bias_gradients(
     N, T, S = ds_NTS.shape
     first_distance, num_distances = _distances(grid, i, j)
 
-    # The forward pass copies a bias to several logits. The transpose sums their gradients.
+    # The forward pass copies a bias to several logits. The transpose of this linear function sums
+    # the gradients of these logits.
     def copy_to_logits(b_of_blocks_NR: jax.Array) -> jax.Array:
         return _toeplitz(b_of_blocks_NR, T, S)
 

@@ -144,10 +144,11 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
     Raises:
         SpecError: The named kernel cannot compute the call.
     """
-    # Libraries do not take the cached keys of decoding.
+    # Only decoding gives the position of the first query. Libraries do not take its cached keys.
     is_decoding = call.mask.first_query is not None
     if is_decoding and kernel in LIBRARIES:
         kernel = 'auto'
+
     if kernel != 'auto':
         obstacle = why_unsupported(kernel, call, target)
         if obstacle is None:
@@ -155,17 +156,19 @@ def choose(kernel: str, call: Call, target: Target) -> tuple[str, str]:
         valid = [name for name in KERNELS if why_unsupported(name, call, target) is None]
         raise SpecError(f'kernel={kernel!r} {obstacle}; valid: {", ".join(valid)}')
 
+    # 'auto' prefers a library's kernel for the platform.
     for name in AUTO.get(target.platform, ()):
         if why_unsupported(name, call, target) is None:
             return name, f'the kernel of {target.platform} that serves it'
 
+    # Otherwise, long contexts use `blockwise`.
     obstacle = why_unsupported('blockwise', call, target)
     if obstacle is not None:
         return 'einsum', f'blockwise {obstacle}'
-    blockwise_from = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
-    if min(call.lengths) < blockwise_from:
-        return 'einsum', f'contexts are below {blockwise_from}'
-    return 'blockwise', f'contexts are not below {blockwise_from}'
+    min_length = BLOCKWISE_FROM.get(target.platform, BLOCKWISE_FROM_ELSEWHERE)
+    if min(call.lengths) < min_length:
+        return 'einsum', f'contexts are below {min_length}'
+    return 'blockwise', f'contexts are not below {min_length}'
 
 
 def why_unsupported(kernel: str, call: Call, target: Target) -> str | None:

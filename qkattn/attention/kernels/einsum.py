@@ -61,7 +61,8 @@ class Target(NamedTuple):
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
         # '8.0' for a CUDA device, a name such as 'gfx90a' for other GPUs, missing for CPUs.
         text = str(getattr(device, 'compute_capability', 8.0))
-        is_number = text.replace('.', '', 1).isdigit()
+        text_without_dot = text.replace('.', '', 1)
+        is_number = text_without_dot.isdigit()
         capability = float(text) if is_number else 0.0
         return cls(platform=device.platform, mesh=mesh, capability=capability)
 
@@ -79,8 +80,8 @@ def einsum(call: Call) -> jax.Array:
     S, K = k_BSKH.shape[1:3]
     logits_dtype = jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
-    # Logits. M = N / K query heads share a key head, which has Q = M * T queries in all. With M as
-    # a separate axis, XLA takes up to twice the time on a CPU.
+    # Logits. M = N / K query heads share a key head. Axis Q holds the M * T queries of a key head:
+    # with M as a separate axis, XLA takes up to twice the time on a CPU.
     q_BKMTH = jnp.moveaxis(q_BTNH.reshape(B, T, K, N // K, H), 1, 3)
     q_BKQH = q_BKMTH.reshape(B, K, -1, H)
     k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
@@ -104,7 +105,8 @@ def einsum(call: Call) -> jax.Array:
         keep_BNTS = jax.random.bernoulli(call.dropout_key, 1 - call.dropout, p_BNTS.shape)
         p_BNTS = jnp.where(keep_BNTS, p_BNTS / (1 - call.dropout), 0)
 
-    # Averages of the values. Here K is the number of value heads, and Q = N / K * T.
+    # Averages of the values. Here K is the number of value heads, and axis Q holds the N / K * T
+    # queries of a value head.
     num_value_heads = v_BSKH.shape[2]
     p_BKQS = p_BNTS.reshape(B, num_value_heads, -1, S)
     v_BKSH = jnp.swapaxes(v_BSKH, 1, 2)

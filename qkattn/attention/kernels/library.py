@@ -63,7 +63,7 @@ def dot_product_obstacle(call: Call, target: Target) -> str | None:
     if target.platform != 'gpu':
         return None
 
-    # Limits of cuDNN.
+    # On a GPU, cuDNN computes the attention, and has limits of its own.
     dtype = call.q_BTNH.dtype
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f'needs bfloat16 on a GPU, not {dtype}'
@@ -118,6 +118,8 @@ def splash(call: Call, target: Target) -> jax.Array:
     splash_attention = load_extra(SPLASH, 'tpu')
     head_mask = _splash_mask(call)
     block_sizes = _splash_block_sizes(call)
+    # Splash attention has no scale, so the queries are multiplied by it before.
+    arrays = (call.scaled(), call.k_BSKH, call.v_BSKH, _segments(call))
 
     def attention_on_device(
         q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Any
@@ -140,14 +142,11 @@ def splash(call: Call, target: Target) -> jax.Array:
         return jnp.swapaxes(o_BNTH, 1, 2)
 
     mesh = target.mesh
-    arrays = (call.scaled(), call.k_BSKH, call.v_BSKH, _segments(call))
     if mesh is None or mesh.size == 1:
         return attention_on_device(*arrays)
 
     # XLA cannot partition a Pallas kernel, so run it on the rows and heads of each device.
-    q_spec, kv_spec = _splash_specs(call, mesh)
-    rows = q_spec[0]
-    segments_spec = P(rows)
+    q_spec, kv_spec, segments_spec = _splash_specs(call, mesh)
     sharded_attention = jax.shard_map(
         attention_on_device,
         mesh=mesh,
@@ -178,7 +177,7 @@ def _splash_block_sizes(call: Call) -> Any:
     """Returns block sizes for splash attention, all equal."""
     splash_attention = load_extra(SPLASH, 'tpu')
     T, S = call.lengths
-    # There is one, because `splash_obstacle` refuses other lengths.
+    # The largest size that divides both lengths. `splash_obstacle` refuses lengths without one.
     block = max(size for size in SPLASH_BLOCKS if T % size == 0 and S % size == 0)
     return splash_attention.BlockSizes(
         block_q=block,
@@ -192,11 +191,11 @@ def _splash_block_sizes(call: Call) -> Any:
     )
 
 
-def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
-    """Returns the PartitionSpecs of queries, and of keys and values.
+def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P, P]:
+    """Returns the PartitionSpecs of queries, of keys and values, and of segment ids.
 
-    Rows are split over 'data' and 'fsdp', heads over 'tensor'. Rows or heads that do not divide
-    evenly are replicated.
+    Rows are split over the mesh axes 'data' and 'fsdp', heads over 'tensor'. Rows or heads that do
+    not divide evenly are replicated.
     """
     B, _, N, _ = call.q_BTNH.shape
     K = call.k_BSKH.shape[2]
@@ -215,28 +214,33 @@ def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P]:
         # K divides N, so N divides evenly too.
         q_heads = 'tensor'
         kv_heads = 'tensor'
-    return P(rows, None, q_heads), P(rows, None, kv_heads)
+    q_spec = P(rows, None, q_heads)  # rows, positions, heads
+    kv_spec = P(rows, None, kv_heads)
+    segments_spec = P(rows)
+    return q_spec, kv_spec, segments_spec
 
 
 def _segments(call: Call) -> Any:
-    """Returns splash segment ids, which hide padding and other packed sequences.
+    """Returns splash segment ids, which hide padding and the other sequences of a row.
 
-    A query sees the keys with its own id. Keys on padding have the id -1, which no query has.
-    Returns None if there are neither padding nor packed sequences.
+    A query sees the keys with its own id. Returns None if there are neither padding nor rows with
+    several sequences.
     """
     mask = call.mask
     if mask.valid_BS is None and mask.segments_BS is None:
         return None
     B = len(call.q_BTNH)
     T, S = call.lengths
+    hidden = -1  # the id of keys on padding, which no query has
     if mask.segments_BS is None:
-        q_BT = jnp.ones((B, T), jnp.int32)
-        kv_BS = jnp.ones((B, S), jnp.int32)
+        query_ids_BT = jnp.ones((B, T), jnp.int32)
+        key_ids_BS = jnp.ones((B, S), jnp.int32)
     else:
-        # The segments may have a single row, which holds for all rows.
-        q_BT = jnp.broadcast_to(mask.segments_BT, (B, T))
-        keys_BS = jnp.where(mask.segments_BS > 0, mask.segments_BS, -1)
-        kv_BS = jnp.broadcast_to(keys_BS, (B, S))
+        # The mask may have a single row, which holds for all rows.
+        query_ids_BT = jnp.broadcast_to(mask.segments_BT, (B, T))
+        is_token_BS = mask.segments_BS > 0  # 0 is padding
+        ids_BS = jnp.where(is_token_BS, mask.segments_BS, hidden)
+        key_ids_BS = jnp.broadcast_to(ids_BS, (B, S))
     if mask.valid_BS is not None:
-        kv_BS = jnp.where(mask.valid_BS, kv_BS, -1)
-    return load_extra(SPLASH, 'tpu').SegmentIds(q=q_BT, kv=kv_BS)
+        key_ids_BS = jnp.where(mask.valid_BS, key_ids_BS, hidden)
+    return load_extra(SPLASH, 'tpu').SegmentIds(q=query_ids_BT, kv=key_ids_BS)

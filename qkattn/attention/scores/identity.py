@@ -164,6 +164,7 @@ class NonlinearQuery(TwoMaps):
         D = spec.d_model
         H = spec.head_size
         R = max(1, D // 2) if rank is None else rank
+        # f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), and the keys are y W_K[n].
         self.w_in_DR, self.b_in_R = affine(spec, key, 'w_q_in_DR', R=R)  # W_1
         self.w_out_RD, self.b_out_D = affine(spec, key, 'w_q_out_RD', R=R)  # W_2
         self.w_k_DKH, self.b_k_KH = affine(spec, key, 'w_k_DKH')
@@ -180,7 +181,10 @@ class NonlinearQuery(TwoMaps):
         self.spec = spec
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
-        """Returns q_BTNH: Q(x), cut into one slice for each head."""
+        """Returns q_BTNH: (x + f(x)) / 2 or f(x), cut into one slice for each head.
+
+        f(x) = LayerNorm(gelu(RMSNorm(x) W_1) W_2), where both norms have a gain.
+        """
         # gelu(RMSNorm(x) W_1) W_2
         normed_BTD = rms_norm(x_BTD, epsilon=EPSILON) * self.g_in_D[...]
         hidden_BTR = project(normed_BTD, self.w_in_DR, self.b_in_R)

@@ -51,15 +51,17 @@ class Latent(Score):
     w_q_down_DC: nnx.Param | None = None
 
     @classmethod
-    def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **sizes: Any) -> None:
+    def check(cls, spec: AttentionSpec, *, rope_size: int | None = None, **_: Any) -> None:
         """Raises SpecError if only one of positions='rope' and `rope_size` is given."""
-        if spec.positions == 'rope' and rope_size is None:
-            example = max(2, spec.head_size // 4 * 2)  # about H / 2, and even
+        has_rope = spec.positions == 'rope'
+        if has_rope and rope_size is None:
+            even_half = spec.head_size // 4 * 2  # H / 2, rounded down to an even number
+            example = max(2, even_half)
             raise SpecError(
                 'latent keys cannot be rotated themselves: positions=rope needs '
                 f'latent(rope_size=G), an even number of extra channels, e.g. {example}'
             )
-        if rope_size is not None and spec.positions != 'rope':
+        if rope_size is not None and not has_rope:
             raise SpecError(
                 f'latent(rope_size={rope_size}) rotates channels, so it needs positions=rope, not '
                 f'{spec.positions}; leave it out in cross-attention, which has no rope'
@@ -78,11 +80,11 @@ class Latent(Score):
         C = query_size
         G = rope_size
 
-        # The latent, and the keys.
+        # The latent of the keys, and the keys.
         self.w_down_DR, self.b_down_R = affine(spec, key, 'w_down_DR', R=R)
         self.w_k_RNH, self.b_k_NH = affine(spec, key, 'w_k_RNH', R=R)
 
-        # The queries.
+        # The queries, computed from the stream, or from a latent of their own.
         if C is None:
             self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
         else:
@@ -148,17 +150,18 @@ class Latent(Score):
         absorbed form has one key head, [B, S, 1, R].
         """
         T = x_BTD.shape[1]
-        is_cheaper = absorbing_is_cheaper(T, cache['latent_BSR'], self.w_k_RNH)
+        is_absorbed_cheaper = absorbing_is_cheaper(T, cache['latent_BSR'], self.w_k_RNH)
         # The absorbed form has no place for the bias of keys, or for their norm.
         can_absorb = not self.spec.biases and not self.spec.qk_norm
-        if not can_absorb or not is_cheaper:
-            return super().queries_and_keys(x_BTD, cache)
+        if not can_absorb or not is_absorbed_cheaper:
+            return super().queries_and_keys(x_BTD, cache)  # the explicit form
 
         # The first H channels of a query are for the content. The last G channels are rotary.
         H = self.spec.head_size
         q_BTNX = self.queries(x_BTD)  # X = H + G
         content_BTNH = q_BTNX[..., :H]
         rotary_BTNG = q_BTNX[..., H:]
+        # q W_K^T
         absorbed_BTNR = jnp.einsum('BTNH,RNH->BTNR', content_BTNH, self.w_k_RNH[...])
         q_BTNY = jnp.concatenate([absorbed_BTNR, rotary_BTNG], axis=-1)  # Y = R + G
 
@@ -171,11 +174,13 @@ class Latent(Score):
 
     def matrix(self) -> jax.Array:
         """Returns A_NDD for tokens at the same position, where the rotation has no effect."""
-        content_DNH, *rotary = [query_map.matrix(self) for query_map in self._query_maps()]
+        query_matrices = [query_map.matrix(self) for query_map in self._query_maps()]
+        content_DNH = query_matrices[0]
         A_NDE = jnp.einsum('DNH,ENH->NDE', content_DNH, _KEYS.matrix(self))
         if self.rope_size is None:
             return A_NDE
-        (rotary_DNG,) = rotary
+        # Add the logits of the rotary channels, whose keys all heads share.
+        rotary_DNG = query_matrices[1]
         k_EG = homogeneous(self.w_k_rope_DG, self.b_k_rope_G)
         return A_NDE + jnp.einsum('DNG,EG->NDE', rotary_DNG, k_EG)
 
@@ -194,7 +199,7 @@ def absorbing_is_cheaper(num_queries: int, latent_BSR: jax.Array, w_RNH: jax.Arr
     T = num_queries
     S, R = latent_BSR.shape[1:]
     H = w_RNH.shape[-1]
-    # Multiplications per head: products with W, and products of queries and keys.
-    explicit = S * R * H + T * S * H
-    absorbed = T * R * H + T * S * R
-    return absorbed < explicit
+    # Multiplications per head: products with W, plus products of queries and keys.
+    num_explicit = S * R * H + T * S * H
+    num_absorbed = T * R * H + T * S * R
+    return num_absorbed < num_explicit

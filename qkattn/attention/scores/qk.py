@@ -146,13 +146,14 @@ class Merged(TwoMaps):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
+            # Start at A[n] = W_Q[n] W_K[n]^T of `qk`.
             spec_without_biases = dataclasses.replace(spec, biases=False)
             A_NDE = QK(spec_without_biases, key=key).matrix()
             # The scale of `qk` is H^-1/2, and the scale of this Score is D^-1/2.
             scale_ratio = (D / spec.head_size) ** 0.5
             self.w_qk_DNE = nnx.Param(scale_ratio * jnp.moveaxis(A_NDE, 0, 1))
         else:  # 'dense'
-            self.w_qk_DNE = weight(key, 'w_qk_DNE', (D, N, D), D**-0.5)
+            self.w_qk_DNE = weight(key, 'w_qk_DNE', shape=(D, N, D), std=D**-0.5)
         self.b_q_NE = bias(spec, (N, D))
         self.scale = D**-0.5
 

@@ -53,10 +53,10 @@ class SharedQK(Tied):
         """Raises SpecError for an invalid temperature, and for options that QK-norm undoes."""
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if is_number:
-            valid = 0 < temperature < 1e38
+            is_valid = 0 < temperature < 1e38
         else:
-            valid = temperature is None or temperature == 'learned'
-        if not valid:
+            is_valid = temperature is None or temperature == 'learned'
+        if not is_valid:
             raise SpecError(
                 f"shared_qk(temperature={temperature!r}) must be a number above 0, 'learned' "
                 'or None'
@@ -83,7 +83,7 @@ class SharedQK(Tied):
         H = spec.head_size
         # q . k has variance D^2 std^4 H (1 + H/D), which is H for this std.
         std = D**-0.5 * (1 + H / D) ** -0.25
-        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std)
+        self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH', std=std)
         self.key_norm = key_norm
         self.bilinear = not key_norm
         self.hides_self = self_mask
@@ -188,7 +188,7 @@ class Pairwise(Tied):
         N = spec.num_heads
         H = spec.head_size
         self.w_q_DNH, self.b_q_NH = affine(spec, key, 'w_q_DNH')
-        self.w_form_NHG = weight(key, 'w_form_NHG', (N, H, H), H**-0.5)
+        self.w_form_NHG = weight(key, 'w_form_NHG', shape=(N, H, H), std=H**-0.5)
         self.scale = H**-0.5
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:

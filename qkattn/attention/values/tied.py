@@ -95,8 +95,8 @@ class VIsKTransposed(QIsV):
         self.b_v_NH = bias(spec, (spec.num_heads, spec.head_size))
 
     def projection(self, score: Score) -> tuple[jax.Array, jax.Array | None]:
-        w_k, _ = score.shared('key')
-        w_k_DNH = w_k[...]
+        parameter, _ = score.shared('key')
+        w_k_DNH = parameter[...]
         D = len(w_k_DNH)
         w_k_DD = w_k_DNH.reshape(D, -1)  # the heads side by side, N H = D
         w_v_DNH = w_k_DD.T.reshape(w_k_DNH.shape)
@@ -120,9 +120,10 @@ class OIsV(Factored):
         D = spec.d_model
         N = spec.num_heads
         H = spec.head_size
+        # The output has variance N H (D + H) (gain * std)^4, which is residual_gain^2.
         std = (N * H * (D + H)) ** -0.25
         gain = spec.residual_gain**0.5
-        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, gain)
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std=std, gain=gain)
         self.b_o_D = bias(spec, (D,))
         self.num_heads = N
 
@@ -145,7 +146,7 @@ class OIsK(Factored):
 
     def __init__(self, spec: AttentionSpec, score: Score, *, key: jax.Array):
         std = (spec.num_heads * spec.head_size) ** -0.5
-        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std, spec.residual_gain)
+        self.w_v_DKH, self.b_v_KH = affine(spec, key, 'w_v_DKH', std=std, gain=spec.residual_gain)
         self.b_o_D = bias(spec, (spec.d_model,))
         self.num_heads = spec.num_heads
 

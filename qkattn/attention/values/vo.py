@@ -104,13 +104,16 @@ class MergedVO(Factored):
         D = spec.d_model
         N = spec.num_heads
         if init == 'product':
+            # Start at B[n] = W_V[n] W_O[n] of `vo`.
             vo = VO(spec, score, key=key)
             w_v_DNH = grouped(vo.w_v_DKH[...], N)  # a value head for each query head
             w_ov_NDE = jnp.einsum('DNH,NHE->NDE', w_v_DNH, vo.w_o_NHD[...])
             self.w_ov_NDE = nnx.Param(w_ov_NDE)
         else:  # 'dense'
             std = (D * N) ** -0.5
-            self.w_ov_NDE = weight(key, 'w_ov_NDE', (N, D, D), std, spec.residual_gain)
+            self.w_ov_NDE = weight(
+                key, 'w_ov_NDE', shape=(N, D, D), std=std, gain=spec.residual_gain
+            )
         self.b_o_D = bias(spec, (D,))
 
     def output(self, o_BTND: jax.Array, score: Score, x_BTD: jax.Array) -> jax.Array:
