@@ -38,7 +38,7 @@ def merge(layer: Attention) -> Attention:
     # C = D + 1 columns. It includes the scale of `layer`, but the target applies its own scale.
     A_NRC = factors.logit_matrices() / logit_scale(target)
     w_qk_NDE = A_NRC[:, :-1, :-1]  # E = D
-    b_q_NE = A_NRC[:, -1, :-1]
+    b_q_NE = A_NRC[:, -1, :-1]  # b_Q W_K^T
     w_qk_DNE = np.moveaxis(w_qk_NDE, 0, 1)
     return fill(target, layer, score={'w_qk_DNE': w_qk_DNE, 'b_q_NE': b_q_NE})
 
@@ -73,10 +73,10 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
         error: The norm of the dropped singular values, divided by the norm of A.
     """
     factors = qk_factors(layer)
-    variant, letter = _variant_of_rank('qk', rank, layer)
+    variant, letter = _variant_of_rank('qk', rank, layer)  # such as 'low_rank(rank=8)' and 'R'
     target = empty_layer(layer, score=variant)
 
-    # The last row comes from b_Q. The last column comes from b_K and is dropped.
+    # Row D of A comes from b_Q. Column D comes from b_K and is dropped.
     D = layer.spec.d_model
     num_rows = D + 1 if layer.spec.biases else D
     A_NED = factors.logit_matrices()[:, :num_rows, :D]
@@ -87,6 +87,7 @@ def truncate(layer: Attention, *, rank: int) -> tuple[Attention, float]:
     q_ENR = q_ENR / root_of_scale
     k_DNR = k_DNR / root_of_scale
     zeros_NR = np.zeros(k_DNR.shape[1:])
+    # The names end in axis letters: w_q_DNH for `qk`, w_q_DNR for `low_rank`.
     score = {
         f'w_q_DN{letter}': q_ENR[:D],
         f'w_k_DK{letter}': k_DNR,
@@ -133,11 +134,12 @@ def truncate_vo(layer: Attention, *, rank: int) -> tuple[Attention, float]:
         layer: The converted layer.
         error: The norm of the dropped singular values, divided by the norm of B.
     """
-    variant, letter = _variant_of_rank('vo', rank, layer)
+    variant, letter = _variant_of_rank('vo', rank, layer)  # such as 'low_rank(rank=8)' and 'R'
     target = empty_layer(layer, value=variant)
     factors = extract_factors(layer, of_qk=False)
     B_NDE, b_E = factors.output_matrices()
     v_DNR, o_ENR, error = balanced_factors(B_NDE, rank)
+    # The names end in axis letters: w_v_DKH for `vo`, w_v_DKR for `low_rank`.
     value = {
         f'w_v_DK{letter}': v_DNR,
         f'w_o_N{letter}D': np.moveaxis(o_ENR, 0, -1),

@@ -61,12 +61,14 @@ class Conversion:
             error: The error of a lossy conversion, otherwise 0.
         """
         if self.of_stack:
+            # The function takes and returns a list of layers.
             (converted_layer,) = self.function([layer], **options)
             return converted_layer, 0.0
         if self.lossy:
             converted_layer, error = self.function(layer, *norm_gain_and_bias, **options)
             return converted_layer, error
-        return self.function(layer, *norm_gain_and_bias, **options), 0.0
+        converted_layer = self.function(layer, *norm_gain_and_bias, **options)
+        return converted_layer, 0.0
 
     @property
     def summary(self) -> str:
@@ -113,6 +115,7 @@ def parse_conversion(text: str) -> tuple[Conversion, dict[str, Any]]:
     def function_of(conversion: Conversion) -> Callable[..., Any]:
         return conversion.function
 
+    # `resolve` checks the options against the keyword arguments of the function.
     conversion, options = resolve(
         text,
         known=CONVERSIONS,
@@ -150,8 +153,9 @@ def convert_model(
     conversion, options = parse_conversion(text)
     _require_one_stack(config)
     # The gain of the norm moves into W_Q, W_K and W_V, but a post-norm residual stream needs it.
+    needs_gain = config.norm_position == 'post'
     require(
-        not (conversion.takes_norm and config.norm_position == 'post'),
+        not (conversion.takes_norm and needs_gain),
         'in a post-norm model the residual stream also reads what the norm before attention writes',
     )
 
@@ -163,7 +167,7 @@ def convert_model(
     spec = _common_spec(layers)
     converted_config = _config_with(config, spec)
 
-    # A model stores its layers as one module with a leading axis of layers.
+    # A model stores its layers as one module, whose arrays have a leading axis of layers.
     model.blocks.attention = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     if conversion.takes_norm:
         _reset_norm(model.blocks.attention_norm)
@@ -200,7 +204,7 @@ def _config_with(config: ModelConfig, spec: AttentionSpec) -> ModelConfig:
 
 def _require_one_stack(config: ModelConfig) -> None:
     """Raises ConfigError unless the model is a single stack of one attention variant."""
-    if config.pattern is not None:
+    if config.pattern is not None:  # layers of several variants
         field = 'pattern'
     elif config.kind == 'encoder_decoder':
         field = 'kind'

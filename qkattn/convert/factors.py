@@ -124,7 +124,7 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
         f'and normalizer={spec.normalizer} does not; only a layer without biases can be converted',
     )
     with jax.enable_x64(True):
-        layer = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), layer)
+        layer = jax.tree.map(lambda array: jnp.asarray(np.asarray(array), jnp.float64), layer)
         score = layer.score
         value = layer.value
 
@@ -142,15 +142,7 @@ def extract_factors(layer: Attention, *, of_qk: bool = True) -> Factors:
             w_q_DNH, b_q_NH = _affine_map(score.queries, D, f'queries of {spec.variant}')
             w_k_DKH, b_k_KH = _affine_map(keys, D, f'keys of {spec.variant}')
         w_v_DKH, b_v_KH = _affine_map(values, D, f'values of {spec.variant}')
-
-        # The output for zeros is b_O. The output for a unit vector is a row of W_O plus b_O.
-        H = w_v_DKH.shape[-1]
-        zero_and_units = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)])
-        heads_TNH = zero_and_units.reshape(-1, N, H)
-        x_BTD = jnp.zeros((1, len(heads_TNH), D))
-        out_TD = np.array(value.output(jnp.asarray(heads_TNH)[None], score, x_BTD))[0]
-    b_o_D = out_TD[0]
-    w_o_NHD = (out_TD[1:] - b_o_D).reshape(N, H, D)
+        w_o_NHD, b_o_D = _output_map(layer, H=w_v_DKH.shape[-1])
     return Factors(
         w_q_DNH=w_q_DNH,
         b_q_NH=b_q_NH,
@@ -180,7 +172,8 @@ def _affine_map(
     units_DD = np.eye(D)
     twos_1D = 2 * np.ones((1, D))
     y_SD = np.concatenate([zero_1D, units_DD, twos_1D])
-    projected_SNH = np.array(project(jnp.asarray(y_SD)[None]))[0]
+    projected_BSNH = project(jnp.asarray(y_SD)[None])  # B = 1
+    projected_SNH = np.array(projected_BSNH)[0]
 
     # Zero gives b. Unit vectors give the rows of W plus b.
     b_NH = projected_SNH[0]
@@ -195,6 +188,22 @@ def _affine_map(
         f'the {name} are not linear in the stream and have no matrix',
     )
     return w_DNH, b_NH
+
+
+def _output_map(layer: Attention, H: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns w_o_NHD and b_o_D of the map from heads of size H to the output of a layer."""
+    N = layer.spec.num_heads
+    D = layer.spec.d_model
+    zero_and_units = np.concatenate([np.zeros((1, N * H)), np.eye(N * H)])
+    heads_TNH = zero_and_units.reshape(-1, N, H)
+    x_BTD = jnp.zeros((1, len(heads_TNH), D))
+    out_BTD = layer.value.output(jnp.asarray(heads_TNH)[None], layer.score, x_BTD)
+    out_TD = np.array(out_BTD)[0]
+
+    # Zero gives b_O. Unit vectors give the rows of W_O plus b_O.
+    b_o_D = out_TD[0]
+    w_o_NHD = (out_TD[1:] - b_o_D).reshape(N, H, D)
+    return w_o_NHD, b_o_D
 
 
 def qk_factors(layer: Attention) -> Factors:
@@ -239,7 +248,8 @@ def require_bilinear(layer: Attention) -> None:
     """Raises ConversionError unless the logits are x A[n] y^T for all pairs of tokens."""
     name = layer.spec.score
     score = layer.score
-    bias_NTS = score.relative_bias(jnp.zeros((1, 1), int))  # None if the Score has no such bias
+    distance_11 = jnp.zeros((1, 1), int)
+    bias_NTS = score.relative_bias(distance_11)  # None if the Score adds no bias to logits
     require(bias_NTS is None, f'{name} adds a learned bias to the logits; the target does not')
     require(not score.hides_self, f'{name} masks the diagonal, which the target does not')
     require(score.bilinear, f'{name} is not bilinear in x and y, so it has no matrix A[n]')
@@ -274,7 +284,7 @@ def empty_layer(source: Attention, **changes: Any) -> Attention:
     if not (score_class.uses_kv_heads or value_class.uses_kv_heads):
         spec = dataclasses.replace(spec, num_kv_heads=spec.num_heads)
 
-    # `eval_shape` computes no initial values.
+    # `eval_shape` gives the shapes of the parameters without drawing them.
     layer = jax.eval_shape(lambda: Attention(spec, key=jax.random.key(0)))
     if not spec.qk_norm:
         return layer
@@ -310,7 +320,8 @@ def fill(
         module = getattr(layer, module_name)
         if arrays is None:
             source_state = nnx.state(getattr(source, module_name))
-            nnx.update(module, jax.tree.map(jnp.array, source_state))
+            copied_state = jax.tree.map(jnp.array, source_state)
+            nnx.update(module, copied_state)
             continue
 
         parameters = {}
@@ -347,6 +358,7 @@ def balanced_factors(A_NED: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarr
         right_DNR: V S^1/2.
         error: The relative error of the product, in the Frobenius norm over all heads.
     """
+    # U, the singular values on the diagonal of S, and V^T.
     u_NES, s_NS, vh_NSD = np.linalg.svd(A_NED, full_matrices=False)
     norm = float(np.linalg.norm(A_NED))
     # The error of a truncated SVD is the norm of the dropped singular values.

@@ -133,28 +133,13 @@ def load(
             f'{path} does not exist; give a run, exported parameters or a published model'
         )
     is_run = exported.is_run(path)
-    is_exported = not is_run and (path / exported.ABOUT).exists()
+    is_exported = not is_run and (path / exported.ABOUT).exists()  # qkattn.json
     if num_heads is not None and (is_run or is_exported):
         raise ConfigError(
             f'num_heads={num_heads} is for published files, and {path} has a config; leave it out'
         )
     if is_run:
-        config, step, stacked_state = exported.load_stack(absolute(path), average)
-        trials = config.trials.trials()
-        # Arrays of a checkpoint have a leading axis of trials.
-        params_of_trials = []
-        for index in range(len(trials)):
-            take_trial = operator.itemgetter(index)
-            params_of_trials.append(jax.tree.map(take_trial, stacked_state['params']))
-        return Loaded(
-            path=path,
-            model_config=config.model,
-            params=params_of_trials,
-            trials=trials,
-            alive=stacked_state['alive'].tolist(),
-            config=config,
-            step=step,
-        )
+        return _load_run(path, average)
     if average != 1:
         raise ConfigError(
             f'average={average} needs the checkpoints of a run, and {path} is not one'
@@ -167,6 +152,26 @@ def load(
     else:
         model_config, params = exported.load(path, imports)
     return Loaded(path, model_config, params=[params], trials=[{}], alive=[True])
+
+
+def _load_run(path: Path, average: int) -> Loaded:
+    """Loads the newest checkpoint of a run, or the average of the newest ones; see `load`."""
+    config, step, stacked_state = exported.load_stack(absolute(path), average)
+    trials = config.trials.trials()
+    # Arrays of a checkpoint have a leading axis of trials.
+    params_of_trials = []
+    for index in range(len(trials)):
+        take_trial = operator.itemgetter(index)
+        params_of_trials.append(jax.tree.map(take_trial, stacked_state['params']))
+    return Loaded(
+        path=path,
+        model_config=config.model,
+        params=params_of_trials,
+        trials=trials,
+        alive=stacked_state['alive'].tolist(),
+        config=config,
+        step=step,
+    )
 
 
 def tokenizer_for(source: Loaded, data: str | None, otherwise: str) -> Tokenizer:
@@ -213,7 +218,7 @@ def _tokenizer_of_run(path: Path, data: DataConfig) -> Tokenizer:
     with contextlib.closing(Checkpoints(directory, read_only=True)) as checkpoints:
         restored = checkpoints.restore({})  # {} restores no arrays
     assert restored is not None  # `load` has read this checkpoint before
-    _, record = restored
+    _, record = restored  # arrays, and facts such as the names of the tokenizers
 
     # One name, or the names of source and target for parallel text.
     recorded_names = names_in(record['data'])
@@ -262,18 +267,28 @@ def tokenizer_of_flag(data: str, otherwise: str) -> Tokenizer:
     # prepare_data writes an index beside the tokens.
     is_prepared = data and (as_path(data) / INDEX).exists()
     if is_prepared:
-        kind = read_index(as_path(data)).tokenizer  # the value of data.tokenizer
-        if is_import_path(kind):
-            # For security, data files must not decide which code is imported.
-            raise ConfigError(
-                f'--data={data} has tokens of {kind!r:.200}, code that only a config can name; '
-                f'give {otherwise}'
-            )
-        return open_prepared(DataConfig(name='tokens', path=data)).tokenizer
+        return _tokenizer_of_prepared(data, otherwise)
 
     if is_import_path(data):
         return tokenizer_of(DataConfig(name=data))
 
+    # Datasets without required settings, and those named 'tfds:NAME' or 'hf:NAME'.
     if data in corpus_registry.NAMED_ALONE or corpus_registry.in_catalogue(data):
         return ByteTokenizer()
     raise ConfigError(f'--data={data} names no tokenizer; {advice}')
+
+
+def _tokenizer_of_prepared(directory: str, otherwise: str) -> Tokenizer:
+    """Returns the tokenizer of a directory that prepare_data has written.
+
+    Raises ConfigError if it is a tokenizer from outside the package, or if a file cannot be read.
+    The message advises to give the flag `otherwise`.
+    """
+    kind = read_index(as_path(directory)).tokenizer  # the value of data.tokenizer
+    if is_import_path(kind):
+        # For security, data files must not decide which code is imported.
+        raise ConfigError(
+            f'--data={directory} has tokens of {kind!r:.200}, code that only a config can name; '
+            f'give {otherwise}'
+        )
+    return open_prepared(DataConfig(name='tokens', path=directory)).tokenizer

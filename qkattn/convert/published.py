@@ -134,7 +134,7 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
         arrays = _read_safetensors(path)
 
     for name, choices in SUPPORTED.items():
-        default = choices[0]
+        default = choices[0]  # of transformers, for a setting that is left out
         value = settings.get(name, default)
         if value not in choices:
             supported = ' or '.join(repr(choice) for choice in choices)
@@ -142,7 +142,8 @@ def load_gpt2(source: Source, *, num_heads: int | None = None) -> tuple[ModelCon
 
     tensors = _float32_tensors(arrays)
     config, params = _decoder_of_tensors(tensors, settings, 'config.json', num_heads)
-    activation: Any = ACTIVATIONS[settings.get('activation_function', 'gelu_new')]
+    gpt2_activation = settings.get('activation_function', 'gelu_new')
+    activation: Any = ACTIVATIONS[gpt2_activation]  # 'gelu_new' -> 'gelu_tanh'
     return dataclasses.replace(config, activation=activation), params
 
 
@@ -205,10 +206,10 @@ def load_nanogpt(source: Source, *, num_heads: int | None = None) -> tuple[Model
         arrays = content
         settings = {}
 
-    # nanoGPT stores some matrices as [outputs, inputs].
     tensors = _float32_tensors(arrays)
     for name, tensor in tensors.items():
         if name.endswith(TRANSPOSED):
+            # nanoGPT stores this matrix as [outputs, inputs], and GPT-2 as [inputs, outputs].
             tensors[name] = np.ascontiguousarray(tensor.T)
     config, params = _decoder_of_tensors(tensors, settings, 'model_args', num_heads)
     return dataclasses.replace(config, activation='gelu'), params
@@ -241,7 +242,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         'T': config.context,
     }
     shape_of_name: dict[str, tuple[int, ...]] = {}
-    for pattern, contents in TENSORS.items():
+    for pattern, contents in TENSORS.items():  # such as 'h.*.ln_1.weight', with axes 'D'
         is_missing_bias = pattern.endswith('.bias') and not config.biases
         is_tied_output = pattern == HEAD and config.tied_embeddings
         if is_missing_bias or is_tied_output:
@@ -286,9 +287,16 @@ def _decoder_of_tensors(
                 f'{field}={getattr(config, field)!r}'
             )
 
-    # Stack the layers of each tensor, and split it into parameters. For example, c_attn.weight
-    # becomes [L, D, 3 D], and then W_Q, W_K and W_V [L, D, D].
+    return config, _parameters_of_tensors(tensors, config)
+
+
+def _parameters_of_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict:
+    """Returns the parameters of a Decoder from the tensors of a GPT-2 with this config."""
+    # The shapes of all parameters by path, such as 'blocks/attention/score/w_q_DNH'.
     expected_parameters = traverse_util.flatten_dict(abstract_params(config), sep='/')
+
+    # Stack the L layers of each tensor, and split it into parameters. For example, c_attn.weight
+    # becomes [L, D, 3 D], and then W_Q, W_K and W_V [L, D, D].
     array_of_path: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
         paths = contents.paths
@@ -305,7 +313,7 @@ def _decoder_of_tensors(
         if path == OUTPUT_MATRIX:
             array = np.swapaxes(array, 1, 2)  # [1, V, D] -> [1, D, V]
         parameters[path] = jnp.asarray(array.reshape(expected.shape))
-    return config, traverse_util.unflatten_dict(parameters, sep='/')
+    return traverse_util.unflatten_dict(parameters, sep='/')
 
 
 def _config_of_tensors(
@@ -327,7 +335,7 @@ def _config_of_tensors(
         if tensors[name].ndim != 2:
             raise ConfigError(f'tensor {name!r} is not a matrix')
 
-    # A tied output matrix is a copy of the embedding, or left out.
+    # A tied output matrix, the tensor HEAD, is a copy of the embedding, or left out.
     embedding_VD = tensors['wte.weight']
     can_be_tied = HEAD not in tensors or np.array_equal(tensors[HEAD], embedding_VD)
     is_tied = settings.get('tie_word_embeddings', can_be_tied)
@@ -338,7 +346,7 @@ def _config_of_tensors(
     for name in tensors:
         match = LAYER.match(name)
         if match is not None:
-            layer_indices.add(match[1])
+            layer_indices.add(match[1])  # '3' of 'h.3.ln_1.weight'
 
     config = ModelConfig(
         d_model=embedding_VD.shape[1],
@@ -441,7 +449,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
         raise ConfigError(f'{path.name} can only be read with torch; install it') from error
     try:
         with local_copy(path) as file:
-            _require_whole(file)
+            _refuse_zip_bomb(file)
             return torch.load(file, map_location='cpu', weights_only=True)
     except Exception as error:
         # torch may raise any exception for a damaged file.
@@ -450,7 +458,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
         raise ConfigError(f'{path} cannot be read as a torch checkpoint: {reason}') from error
 
 
-def _require_whole(file: str | os.PathLike) -> None:
+def _refuse_zip_bomb(file: str | os.PathLike) -> None:
     """Raises ValueError for a zip archive that is larger when unpacked.
 
     torch does not compress its archives. A malicious file could declare a huge size, which torch
@@ -480,7 +488,8 @@ def _float32_tensors(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise ConfigError(f'{full_name!r}: a {type(array).__name__} is not a tensor by name')
 
         name = PREFIXES.sub('', full_name, count=1)
-        if MASKS.fullmatch(name):
+        is_causal_mask = MASKS.fullmatch(name) is not None  # such as 'h.0.attn.bias'
+        if is_causal_mask:
             continue
         if name in tensors:
             raise ConfigError(f'tensor {name!r} occurs twice, the second time as {full_name!r}')
@@ -499,12 +508,11 @@ def _as_float32(name: str, tensor: Any) -> np.ndarray:
         raise ConfigError(
             f'tensor {name!r} is of {dtype}; supported are float32, float16 and bfloat16'
         )
-    if hasattr(tensor, 'untyped_storage'):
+    if hasattr(tensor, 'untyped_storage'):  # a tensor of torch
         bytes_of_shape = tensor.numel() * tensor.element_size()
         if bytes_of_shape > tensor.untyped_storage().nbytes():
             shape = tuple(tensor.shape)
             raise ConfigError(f'tensor {name!r} has shape {shape}, but fewer stored numbers')
-    if hasattr(tensor, 'detach'):
-        # numpy cannot convert bfloat16 tensors of torch.
+    if hasattr(tensor, 'detach'):  # a tensor of torch, whose bfloat16 numpy cannot convert
         tensor = tensor.detach().cpu().float().numpy()
     return np.asarray(tensor).astype(np.float32)

@@ -119,8 +119,10 @@ def save(
     path = absolute(directory)
     path.mkdir(parents=True, exist_ok=True)
 
+    # The temporary file takes the place of model.safetensors when the block ends.
     with replacing(path / 'model.safetensors') as temporary_file:
         tensors = layout.tensors(model, params)
+        # transformers requires a format, and 'pt' is that of torch.
         safetensors.numpy.save_file(tensors, temporary_file, metadata={'format': 'pt'})
 
     tokenizer_file = None if tokenizer is None else tokenizer_json(tokenizer)
@@ -146,7 +148,7 @@ def layout_of(model: ModelConfig) -> Layout:
     """
     layout_by_positions = {'learned': GPT2, 'rope': LLAMA}
     valid_positions = tuple(layout_by_positions)
-    require_setting('positions', model.positions, valid_positions, 'transformers has')
+    require_setting('positions', model.positions, valid_positions, layout_has='transformers has')
     layout = layout_by_positions[model.positions]
     layout_has = f'a {layout.name} has'
 
@@ -200,7 +202,9 @@ def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> di
         params: The parameters of the model.
         biases: Whether to add biases of 0 to a model without biases. Missing gains are always 1.
     """
-    full_config = dataclasses.replace(model, attention_gain=True, biases=model.biases or biases)
+    # The shapes of the parameters of a model with all gains, and with biases if the layout has any.
+    has_biases = model.biases or biases
+    full_config = dataclasses.replace(model, attention_gain=True, biases=has_biases)
     expected_parameters = traverse_util.flatten_dict(abstract_params(full_config), sep='/')
     model_parameters = traverse_util.flatten_dict(params, sep='/')
     complete: dict[str, np.ndarray] = {}
@@ -212,7 +216,7 @@ def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> di
             parameter = np.ones(expected.shape, np.float32)
         else:
             parameter = np.zeros(expected.shape, np.float32)
-        if path in QUERIES:
+        if path in QUERIES:  # W_Q and b_Q
             parameter = parameter * np.float32(model.score_scale)
         complete[path] = parameter
     return complete
@@ -221,7 +225,7 @@ def complete_parameters(model: ModelConfig, params: dict, *, biases: bool) -> di
 def gpt2_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     """Returns the tensors of a GPT2LMHeadModel by name. Missing biases are zero."""
     parameters = complete_parameters(model, params, biases=True)
-    shapes = gpt2_shapes(dataclasses.replace(model, biases=True))
+    shapes = gpt2_shapes(dataclasses.replace(model, biases=True))  # {'wte.weight': (V, D), ...}
     tensors: dict[str, np.ndarray] = {}
     for pattern, contents in TENSORS.items():
         if pattern == HEAD:
@@ -266,6 +270,7 @@ def llama_tensors(model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
     """Returns the tensors of a LlamaForCausalLM by name."""
     parameters = complete_parameters(model, params, biases=False)
     D = model.d_model
+    # Matrices of a Llama are [outputs, inputs], so most are transposed.
     tensors: dict[str, np.ndarray] = {}
     for pattern, path in LLAMA_TENSORS.items():
         if path not in parameters:
@@ -320,7 +325,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
 
     Returns None for tiktoken encodings and for classes from outside the package.
     """
-    # A subclass may encode differently, so types are compared exactly.
+    # A subclass may encode differently, so types are compared exactly. `model` returns the file
+    # from which a tokenizer can be read again.
     if type(tokenizer) is FileTokenizer:
         return tokenizer.model()  # already a tokenizer.json
 
@@ -339,7 +345,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes | None:
     elif type(tokenizer) is CharacterTokenizer:
         vocabulary = json.loads(tokenizer.model())
         characters = vocabulary['characters']  # in the order of their ids
-        id_of_token = {character: token_id for token_id, character in enumerate(characters)}
+        id_of_token = {token: token_id for token_id, token in enumerate(characters)}
         id_of_token['[UNKNOWN]'] = tokenizer.unknown
         id_of_token['[SEPARATOR]'] = tokenizer.separator
         hf_tokenizer = LibraryTokenizer(models.WordLevel(id_of_token, unk_token='[UNKNOWN]'))
@@ -362,7 +368,7 @@ def ids_of_bytes() -> dict[str, int]:
         *range(ord('¡'), ord('¬') + 1),
         *range(ord('®'), ord('ÿ') + 1),
     }
-    byte_of_character = {chr(byte): byte for byte in visible_bytes}
+    byte_of_character = {chr(byte): byte for byte in visible_bytes}  # {'A': 65, ...}
     invisible_bytes = [byte for byte in range(256) if byte not in visible_bytes]
     for index, byte in enumerate(invisible_bytes):
         byte_of_character[chr(256 + index)] = byte

@@ -39,11 +39,11 @@ def to_standard(layer: Attention) -> Attention:
             rope_size in (None, query_size),
             f'{spec.score} rotates {rope_size} of {query_size} channels, and qk rotates all',
         )
-        acts = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
+        subject_and_verb = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
         require(
             H == query_size,
             f'queries of size {query_size} would be widened to the {value_size} of the '
-            f'values, and {acts} them over their whole size',
+            f'values, and {subject_and_verb} them over their whole size',
         )
 
     # qk/vo has equal numbers of key heads and value heads.
@@ -75,8 +75,8 @@ def fold_double(layer: Attention) -> Attention:
     require(folds_score or folds_value, f'{layer.spec.variant} has no double projection to fold')
 
     factors = extract_factors(layer, of_qk=folds_score)
-    changes = {}
-    arrays = {}
+    changes = {}  # of the spec
+    arrays = {}  # the parameters of the Score and of the Value
     if folds_score:
         changes['score'] = 'qk'
         arrays['score'] = factors.qk()
@@ -110,7 +110,7 @@ def fold_gains(layer: Attention, gain_D: np.ndarray, bias_D: np.ndarray) -> Atte
         (factors.w_v_DKH, factors.b_v_KH),
     )
     for w_DNH, b_NH in projections:
-        # In place. The bias comes first, because it uses the matrix without the gain.
+        # Change the arrays of `factors`, the bias first, because it uses W without the gain.
         b_NH[...] += np.tensordot(bias_D, w_DNH, axes=1)
         w_DNH[...] *= gain_D[:, None, None]
 
@@ -160,7 +160,10 @@ def gqa_to_latent(layer: Attention) -> Attention:
     """
     spec = layer.spec
     factors = _factors_of_standard(layer)
-    D, N, K, H = spec.d_model, spec.num_heads, spec.num_kv_heads, spec.head_size
+    D = spec.d_model
+    N = spec.num_heads
+    K = spec.num_kv_heads
+    H = spec.head_size
     R = 2 * K * H
     require(
         spec.positions != 'rope',
@@ -176,7 +179,8 @@ def gqa_to_latent(layer: Attention) -> Attention:
     # select_KN[k, n] is 1 if query head n uses key head k, as in [[1, 1, 0, 0], [0, 0, 1, 1]].
     # select_CNH copies the C = K H channels of all key heads to the query heads.
     select_KN = np.repeat(np.eye(K), N // K, axis=1)
-    select_CNH = np.einsum('KN,HG->KHNG', select_KN, np.eye(H)).reshape(K * H, N, H)
+    select_KHNG = np.einsum('KN,HG->KHNG', select_KN, np.eye(H))  # G = H
+    select_CNH = select_KHNG.reshape(K * H, N, H)
     zeros_CNH = np.zeros_like(select_CNH)
     zeros_NH = np.zeros((N, H))
 
