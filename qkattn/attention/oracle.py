@@ -82,7 +82,10 @@ def attention(
     *,
     scale: float,
 ) -> np.ndarray:
-    """Returns out_BTD of attention with softmax; see the equations of this module."""
+    """Returns out_t = sum_n sum_s softmax_s(scale * x_t A[n] y_s^T) y_s B[n] as out_BTD.
+
+    The sums over s are over the visible keys, where mask_BTS is True.
+    """
     s_BNTS = logits(A_NDE, x_BTD, y_BSD, scale=scale)
     p_BNTS = probabilities(s_BNTS, mask_BTS)
     return mix(p_BNTS, B_NDE, y_BSD)

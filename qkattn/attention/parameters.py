@@ -119,6 +119,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         # A longer draw begins with the numbers of a shorter one (jax_threefry_partitionable).
         return jax.random.normal(key, shape, jnp.float32)
 
+    # Every index along the first axis has a key of its own, which draws the other axes.
     def draw_row(row: jax.Array) -> jax.Array:
         return _normal(jax.random.fold_in(key, row), shape[1:])
 

@@ -204,16 +204,14 @@ def _splash_specs(call: Call, mesh: Mesh) -> tuple[P, P, P]:
     rows = ('data', 'fsdp') if B % row_shards == 0 else None
 
     head_shards = mesh.shape['tensor']
-    q_heads = None
-    kv_heads = None
     if K == 1:
-        # The key head is replicated, because all query heads need it.
-        if N % head_shards == 0:
-            q_heads = 'tensor'
-    elif K % head_shards == 0:
-        # K divides N, so N divides evenly too.
-        q_heads = 'tensor'
-        kv_heads = 'tensor'
+        # Replicate the key head, because all query heads need it.
+        q_heads = 'tensor' if N % head_shards == 0 else None
+        kv_heads = None
+    else:
+        # K divides N. If key heads divide evenly, so do query heads.
+        q_heads = 'tensor' if K % head_shards == 0 else None
+        kv_heads = q_heads
     q_spec = P(rows, None, q_heads)  # rows, positions, heads
     kv_spec = P(rows, None, kv_heads)
     segments_spec = P(rows)

@@ -100,7 +100,7 @@ class Latent(Score):
             else:
                 self.w_q_rope_CNG, self.b_q_rope_NG = affine(spec, key, 'w_q_rope_CNG', G=G, C=C)
 
-        # The channels of a query.
+        # The channels of a query, and the number of parameters as text.
         if G is None:
             num_channels = spec.head_size
             channels_text = 'H'
