@@ -269,6 +269,13 @@ def test_keys_of_latents_with_biases_are_written_out(score, positions):
     assert k_BSKH.shape[2] == 4
 
 
+def test_an_output_from_the_identity_starts_as_no_output_matrix():
+    trained = make(('qk', 'examples.identity_start:OutputFromIdentity'), moved=False, biases=True)
+    absent = make(('qk', 'no_o'), moved=False, biases=True)
+    x_BTD = stream()
+    np.testing.assert_array_equal(trained(x_BTD), absent(x_BTD))
+
+
 def test_initial_outputs_have_the_residual_gain_as_standard_deviation():
     """The initial output of attention has the standard deviation `residual_gain`.
 

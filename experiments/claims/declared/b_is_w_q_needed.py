@@ -274,7 +274,7 @@ B8 = Claim(
     rule='Holds if a translation model whose cross-attention has no W_Q, no W_K or one merged '
     'matrix is not worse at equal parameter count.',
     expectations=tuple(
-        Expectation('translation_cross', f'qk/vo?cross_variant={variant}', 'not_worse', context=at)
+        Expectation('translation_long', f'qk/vo?cross_variant={variant}', 'not_worse', context=at)
         for variant, at in (
             ('query_free/vo', {'cross-attention': 'without W_Q'}),
             ('key_free/vo', {'cross-attention': 'without W_K'}),

@@ -229,7 +229,7 @@ def test_each_study_of_several_claims_is_trained_once(trained, with_yardsticks, 
 
     studies.train(configs, 'smoke', tmp_path, workers=1)
 
-    assert trained == ['translation_cross', 'masked_lm', 'lm_sharing', 'lm_dropped']
+    assert trained == ['translation_long', 'masked_lm', 'lm_sharing', 'lm_dropped']
     assert with_yardsticks == []  # because the scale is smoke
 
 
