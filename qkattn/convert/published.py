@@ -9,7 +9,7 @@ import importlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -342,15 +342,9 @@ def _config_of_tensors(
     if is_tied and not can_be_tied:
         raise ConfigError(f"tensor {HEAD!r} differs from 'wte.weight', to which it should be tied")
 
-    layer_indices = set()
-    for name in tensors:
-        match = LAYER.match(name)
-        if match is not None:
-            layer_indices.add(match[1])  # '3' of 'h.3.ln_1.weight'
-
     config = ModelConfig(
         d_model=embedding_VD.shape[1],
-        num_layers=len(layer_indices),
+        num_layers=_count_layers(tensors),
         num_heads=settings['n_head'] if num_heads is None else num_heads,
         d_ff=tensors['h.0.mlp.c_fc.weight'].shape[1],
         context=len(tensors['wpe.weight']),
@@ -360,6 +354,16 @@ def _config_of_tensors(
     )
     validate(Config(model=config))
     return config
+
+
+def _count_layers(names: Iterable[str]) -> int:
+    """Returns the number of layers from tensor names such as 'h.3.ln_1.weight'."""
+    layer_indices = set()
+    for name in names:
+        match = LAYER.match(name)
+        if match is not None:
+            layer_indices.add(match[1])  # '3'
+    return len(layer_indices)
 
 
 def _check_tensors(tensors: dict[str, np.ndarray], config: ModelConfig) -> None:

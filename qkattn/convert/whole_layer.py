@@ -34,17 +34,7 @@ def to_standard(layer: Attention) -> Attention:
     H = max(query_size, value_size)
 
     if spec.positions == 'rope' or spec.qk_norm:
-        rope_size = layer.score.rope_size  # None if the whole head is rotated
-        require(
-            rope_size in (None, query_size),
-            f'{spec.score} rotates {rope_size} of {query_size} channels, and qk rotates all',
-        )
-        subject_and_verb = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
-        require(
-            H == query_size,
-            f'queries of size {query_size} would be widened to the {value_size} of the '
-            f'values, and {subject_and_verb} them over their whole size',
-        )
+        _require_same_queries(layer, query_size, value_size)
 
     # qk/vo has equal numbers of key heads and value heads.
     num_key_heads = factors.w_k_DKH.shape[1]
@@ -61,6 +51,29 @@ def to_standard(layer: Attention) -> Attention:
         factors.w_q_DNH[...] *= scale_ratio
         factors.b_q_NH[...] *= scale_ratio
     return _standard(layer, factors, num_kv_heads=K, head_size=H, score_scale=score_scale)
+
+
+def _require_same_queries(layer: Attention, query_size: int, value_size: int) -> None:
+    """Raises ConversionError if RoPE or QK-norm would act on other channels in the Score `qk`.
+
+    Args:
+        layer: A layer with RoPE or QK-norm.
+        query_size: The size of its query heads. If they are smaller than value heads, they would be
+            padded.
+        value_size: The size of its value heads.
+    """
+    spec = layer.spec
+    rope_size = layer.score.rope_size  # None if the whole head is rotated
+    require(
+        rope_size in (None, query_size),
+        f'{spec.score} rotates {rope_size} of {query_size} channels, and qk rotates all',
+    )
+    subject_and_verb = 'RoPE rotates' if spec.positions == 'rope' else 'QK-norm normalizes'
+    require(
+        query_size >= value_size,
+        f'queries of size {query_size} would be widened to the {value_size} of the '
+        f'values, and {subject_and_verb} them over their whole size',
+    )
 
 
 def fold_double(layer: Attention) -> Attention:
