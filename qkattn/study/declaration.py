@@ -56,17 +56,18 @@ def content(study: Study, arms: Sequence[PlannedArm]) -> dict[str, Any]:
       tuning.
     - `seeds`, `looks`, `base_hash`, `arms` and `command` are added.
     """
-    study = resolved(study)
+    study = resolved(study)  # its corpora and controls are explicit
     seeds = study.base.trials.seeds
     is_tuned = bool(study.tuning.seeds)
     declared = to_json(study)
     declared['matched'] = declared.pop('match')
     labels = [arm.key.variant for arm in arms if arm.key.control is None]
-    declared['variants'] = list(dict.fromkeys(labels))
+    unique_labels = list(dict.fromkeys(labels))  # in the order of the arms
+    declared['variants'] = unique_labels
     if is_tuned:
         baseline = next(arm for arm in arms if arm.variant == study.baseline)
         for knob, grid in plan.grids(study, baseline).items():
-            declared['tuning'][f'{knob}s'] = grid
+            declared['tuning'][f'{knob}s'] = grid  # such as `learning_rates`
     else:
         declared['tuning'] = None
     declared['seeds'] = seeds
@@ -90,15 +91,9 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
         ConfigError: The directory holds another study, or parts of one.
     """
     declared = content(study, arms)
-    study_file = path / 'study.json'
     with locked(path / 'lock'):
         is_new = _is_new(path)
-        earlier = None  # the present content of study.json
-        if study_file.exists():
-            earlier = records.read_json(study_file, {})
-            declared = _continued(study_file, study, earlier, declared)
-        if not is_new:
-            _require_declared(study_file, earlier, declared)
+        earlier, declared = _earlier_and_continued(path, study, declared)
         # A directory that is refused above stays as it is.
         stored.unpack_in_place(path)
         _check_runs(path, study, arms)
@@ -110,8 +105,35 @@ def declare(path: Path, study: Study, arms: Sequence[PlannedArm]) -> dict[str, A
             ledger.declaration_digest(earlier) == ledger.declaration_digest(declared)
         )
         if not is_written:
-            records.write_json(study_file, declared)
+            records.write_json(path / 'study.json', declared)
     return declared
+
+
+def _earlier_and_continued(
+    path: Path, study: Study, declared: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Checks that a study may start or continue in its directory.
+
+    Args:
+        path: The directory of the study.
+        study: The study.
+        declared: What `content` returns for the study.
+
+    Returns:
+        The present content of study.json; None without this file.
+        The content to write to study.json.
+
+    Raises:
+        ConfigError: The directory holds another study, or parts of one.
+    """
+    study_file = path / 'study.json'
+    earlier = None
+    if study_file.exists():
+        earlier = records.read_json(study_file, {})  # {}: its fields are checked below
+        declared = _continued(study_file, study, earlier, declared)
+    if not _is_new(path):
+        _require_declared(study_file, earlier, declared)
+    return earlier, declared
 
 
 def _require_declared(
@@ -146,14 +168,7 @@ def check(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """
     require_no_run(path)
     require_chain(path, study, arms)
-    declared = content(study, arms)
-    study_file = path / 'study.json'
-    earlier = None  # the present content of study.json
-    if study_file.exists():
-        earlier = records.read_json(study_file, {})
-        declared = _continued(study_file, study, earlier, declared)
-    if not _is_new(path):
-        _require_declared(study_file, earlier, declared)
+    _earlier_and_continued(path, study, content(study, arms))
     _check_runs(path, study, arms)
 
 
@@ -165,15 +180,16 @@ def _is_new(path: Path) -> bool:
 
 def require_chain(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     """Raises ConfigError if a new study cannot repeat the study named by `study.repeats`."""
-    is_new = not (path / ledger.NAME).exists()
-    if is_new and study.repeats is not None:
+    has_ledger = (path / ledger.NAME).exists()
+    if not has_ledger and study.repeats is not None:
         _declared_repeat(path, content(study, arms))  # raises ConfigError
 
 
 def _declared_repeat(path: Path, declared: dict[str, Any]) -> dict[str, str] | None:
-    """Returns the name and hash of the repeated study, from `chain.declared_repeat`.
+    """Returns what a study's ledger declares about the study that it repeats.
 
-    Raises ConfigError if the study cannot be repeated.
+    It is {'study': the name of the repeated study, 'entry': the hash of the last line in its
+    ledger}, or None if none is repeated. Raises ConfigError if the study cannot be repeated.
     """
     try:
         return chain.declared_repeat(path, declared)
@@ -184,9 +200,9 @@ def _declared_repeat(path: Path, declared: dict[str, Any]) -> dict[str, str] | N
 def _continued(
     file: Path, study: Study, earlier: dict[str, Any], declared: dict[str, Any]
 ) -> dict[str, Any]:
-    """Checks that a study may continue in its directory, and returns the new study.json.
+    """Checks that a study may continue, and returns the content of study.json to write.
 
-    Returns `declared`, but with the settings of the machine (such as `mesh`) of `earlier`.
+    It is `declared`, but with the settings of the machine (such as `mesh`) of `earlier`.
 
     Args:
         file: The path of study.json.
@@ -195,8 +211,8 @@ def _continued(
         declared: What `content` returns for `study`.
 
     Raises:
-        ConfigError: The study lacks a variant, size or corpus of `earlier`, changes another
-            setting, or has a setting that is unknown to this version.
+        ConfigError: The study lacks a variant, size or corpus of `earlier`, or changes another
+            setting. Or `earlier` has a setting that is unknown to this version.
         RunDirectoryError: `earlier` is damaged.
     """
     try:
@@ -206,19 +222,13 @@ def _continued(
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise records.damaged_file_error(file, error, records.ADVICE) from error
-    base: Config = with_machine_of(study.base, earlier_base)  # such as `mesh` of `earlier`
+    base: Config = with_machine_of(study.base, earlier_base)
 
-    left_out = []
-    for name in GROWING:
-        for value in earlier[name]:
-            if value not in declared[name]:
-                left_out.append(f'{name}: {value!r} is left out')
     # The arms of a missing variant are missing too, so only the first entry is reported.
-    changes = left_out[:1]
-
+    changes = _left_out(earlier, declared)[:1]
     earlier_settings = _fixed_settings(study, earlier, earlier_base)
-    new_settings = _fixed_settings(study, declared, base)
-    changes += differences(earlier_settings, new_settings)
+    settings = _fixed_settings(study, declared, base)
+    changes += differences(earlier_settings, settings)
     if changes:
         raise ConfigError(
             f'workdir={file.parent} holds a study with other settings:\n  '
@@ -227,6 +237,21 @@ def _continued(
             'corpora.'
         )
     return {**declared, 'base': to_json(base)}
+
+
+def _left_out(earlier: dict[str, Any], declared: dict[str, Any]) -> list[str]:
+    """Returns a message such as "sizes: 'd_model=64' is left out" for each value that is missing.
+
+    Args:
+        earlier: The present content of study.json, such as {'sizes': ['d_model=64'], ...}.
+        declared: The content of study.json with which the study would continue.
+    """
+    messages = []
+    for name in GROWING:  # such as 'sizes'
+        for value in earlier[name]:
+            if value not in declared[name]:
+                messages.append(f'{name}: {value!r} is left out')
+    return messages
 
 
 def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dict[str, Any]:
@@ -246,8 +271,8 @@ def _fixed_settings(study: Study, declared: dict[str, Any], base: Config) -> dic
     for name, default in serialize.defaults(study_class).items():
         if name not in fields_of_all_files:
             settings[name] = default
-    settings |= declared
-    for name in EXTENSIBLE:
+    settings |= declared  # what the file has overrides the defaults
+    for name in EXTENSIBLE:  # fields that may change, such as `sizes`
         settings.pop(name, None)
     settings['base'] = dataclasses.asdict(base)
     return settings
@@ -264,7 +289,7 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     if not (path / stored.PLAN).exists():
         return
     planned = plan.runs(study, arms, plan.results_in(path))
-    finished_but_not_planned = plan.left_runs(path, planned)
+    finished_but_not_planned = plan.left_runs(path, planned)  # lines of plan.jsonl
     for run in finished_but_not_planned:
         # Only decided arms are trained longer, and added arms may leave an arm undecided.
         may_leave_plan = run['control'] == LONGER
