@@ -16,7 +16,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +70,8 @@ MAX_READABLE_BYTES = 255 - 13
 _ADVICE = 'restore it from a copy, or remove it: it is then made again from the results'
 # The fields of a line of plan.jsonl that `left_lines` reads, besides its directory.
 _LEFT_RUN = {
-    **ARM_KEY,
     'run': str,
+    **ARM_KEY,
     'stage': str,
     'knob': str | None,
     'target': float | None,
@@ -99,7 +99,7 @@ class PlannedRun:
 
         The last part of the name is `id`. The part before it is cut if it is too long.
         """
-        title = self.arm.title
+        title = self.arm.title  # such as 'qk/no_o d_model=64'
         if self.stage != SINGLE:
             title += f' {self.stage}'
         readable = re.sub(r'[^\w.=]+', '-', title).strip('-')
@@ -121,8 +121,12 @@ class PlannedRun:
 
     @property
     def work(self) -> float:
-        """An estimate of the training time, in an arbitrary unit."""
-        return self.tokens * self.arm.target
+        """An estimate of the training time, in an arbitrary unit.
+
+        The time per token is taken to grow with the baseline's cost, such as its parameters.
+        """
+        baseline_cost = self.arm.target
+        return self.tokens * baseline_cost
 
 
 def grids(study: Study, arm: PlannedArm) -> dict[str, tuple[float, ...]]:
@@ -150,8 +154,9 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     - With `study.controls.longer`, arms that are decided and their baselines have these runs once
       more, with more training steps.
     """
-    study = resolved(study)
-    if not study.tuning.seeds:
+    study = resolved(study)  # its controls are explicit
+    is_tuned = bool(study.tuning.seeds)
+    if not is_tuned:
         seeds = study.base.trials.seeds
         return [_run(study, arm, SINGLE, knob=None, seeds=seeds) for arm in arms]
 
@@ -165,9 +170,8 @@ def runs(study: Study, arms: Sequence[PlannedArm], results: Results) -> list[Pla
     if study.controls.longer is None:
         return planned
 
-    # Longer runs. `planned` grows, so all decided arms are listed first.
-    decided_arms = list(_decided(study, results, arms, planned))
-    for arm in decided_arms:
+    # Longer runs.
+    for arm in _decided(study, results, arms, planned):
         longer_arm = dataclasses.replace(arm, key=arm.key._replace(control=LONGER))
         longer_grids = grids_around(grids(study, arm), tuned_settings[arm.key])
         runs_of_arm, _ = _runs_and_settings(study, results, longer_arm, longer_grids)
@@ -208,6 +212,7 @@ def _runs_and_settings(
     Args:
         study: The resolved study.
         results: Returns the results of a run, or None if the run is not finished.
+        arm: The arm.
         grid_of_knob: The first values of each setting to screen.
 
     Returns:
@@ -216,20 +221,17 @@ def _runs_and_settings(
     """
     planned: list[PlannedRun] = []
     measured: dict[Settings, dict[int, float | None]] = {}  # losses by settings and seed
-    decay = study.base.optimizer.decay
-    tuning = tune(grid_of_knob, study.tuning, measured, decay)
-    while tuning.knob is not None:
+    weight_decay_kind = study.base.optimizer.decay  # such as 'independent'
+    tuning = tune(grid_of_knob, study.tuning, measured, weight_decay_kind)
+    while tuning.knob is not None:  # the setting to screen next
         screening_runs = _screening_runs(study, arm, tuning)
         planned += screening_runs
         for run in screening_runs:
             trials = results(run)
             if trials is None:
                 return planned, tuning.settings
-            for trial in trials:
-                settings = _settings(run.config, trial['trial'])
-                loss_by_seed = measured.setdefault(settings, {})
-                loss_by_seed.update(_losses([trial], 'val_loss'))
-        tuning = tune(grid_of_knob, study.tuning, measured, decay)
+            _add_losses(measured, run, trials)
+        tuning = tune(grid_of_knob, study.tuning, measured, weight_decay_kind)
 
     seeds = study.base.trials.seeds
     if arm.key.control == LONGER:
@@ -241,8 +243,23 @@ def _runs_and_settings(
     return planned, tuning.settings
 
 
+def _add_losses(
+    measured: dict[Settings, dict[int, float | None]],
+    run: PlannedRun,
+    trials: Iterable[Mapping[str, Any]],
+) -> None:
+    """Adds the validation losses of the trials of a screening run to `measured`.
+
+    `measured` has the losses by settings and seed; None for a diverged trial.
+    """
+    for trial in trials:
+        settings = _settings(run.config, trial['trial'])
+        loss_by_seed = measured.setdefault(settings, {})
+        loss_by_seed.update(_losses([trial], 'val_loss'))
+
+
 def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[PlannedRun]:
-    """Returns the runs that screen `tuning.values` of the setting `tuning.knob`."""
+    """Returns the runs that screen the values `tuning.values` of the setting `tuning.knob`."""
     settings_to_screen = [tuning.at(value) for value in tuning.values]
     if tuning.knob in TRIAL_KNOBS:
         # One run trains all values, such as several learning rates.
@@ -250,10 +267,10 @@ def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[Plann
     else:
         # The value is compiled into the model, so each value has its own run.
         settings_of_runs = [[settings] for settings in settings_to_screen]
-    planned: list[PlannedRun] = []
-    for settings_of_run in settings_of_runs:
-        planned.append(_run(study, arm, SCREENING, tuning.knob, tuning.seeds, settings_of_run))
-    return planned
+    return [
+        _run(study, arm, SCREENING, tuning.knob, tuning.seeds, settings_of_run)
+        for settings_of_run in settings_of_runs
+    ]
 
 
 def _run(
@@ -274,28 +291,34 @@ def _run(
         settings_of_run: The settings to train, which differ in at most one of TRIAL_KNOBS. If
             empty, the study's own settings are trained.
     """
-    base = study.base
-    model = arm.model
-    trials = dataclasses.replace(base.trials, seeds=seeds)
+    data = dataclasses.replace(study.base.data, name=arm.key.corpus)
+    trials = dataclasses.replace(study.base.trials, seeds=seeds)
+    config = dataclasses.replace(study.base, data=data, trials=trials, model=arm.model)
     if settings_of_run:
-        # For example {'learning_rate': (0.001, 0.002, 0.004), 'weight_decay': (0.1,), ...}.
-        values_by_name: dict[str, tuple[float, ...]] = {}
-        for index, name in enumerate(KNOBS):
-            values = [settings[index] for settings in settings_of_run]
-            values_by_name[name] = tuple(dict.fromkeys(values))  # unique values in order
-
-        # A field of the trials has several values, such as `learning_rates`.
-        trial_fields: dict[str, Any] = {f'{name}s': values_by_name[name] for name in TRIAL_KNOBS}
-        trials = dataclasses.replace(trials, **trial_fields)
-        model_fields: dict[str, Any] = {name: values_by_name[name][0] for name in MODEL_KNOBS}
-        model = dataclasses.replace(model, **model_fields)
-
-    data = dataclasses.replace(base.data, name=arm.key.corpus)
-    config = dataclasses.replace(base, data=data, trials=trials, model=model)
+        config = _with_settings(config, settings_of_run)
     if arm.key.control == LONGER:
         assert study.controls.longer is not None
         config = _trained_longer(config, study.controls.longer)
     return PlannedRun(arm, stage, knob, config)
+
+
+def _with_settings(config: Config, settings_of_run: Sequence[Settings]) -> Config:
+    """Returns the config of a run with other settings to train.
+
+    `settings_of_run` has values of all KNOBS. For example, its values of 'learning_rate' become
+    `trials.learning_rates`, and its one value of 'init_qk' becomes `model.init_qk`.
+    """
+    # For example {'learning_rate': (0.001, 0.002, 0.004), 'weight_decay': (0.1,), ...}.
+    values_by_name: dict[str, tuple[float, ...]] = {}
+    for index, name in enumerate(KNOBS):
+        values = [settings[index] for settings in settings_of_run]
+        values_by_name[name] = tuple(dict.fromkeys(values))  # unique values in order
+
+    trial_fields: dict[str, Any] = {f'{name}s': values_by_name[name] for name in TRIAL_KNOBS}
+    model_fields: dict[str, Any] = {name: values_by_name[name][0] for name in MODEL_KNOBS}
+    trials = dataclasses.replace(config.trials, **trial_fields)
+    model = dataclasses.replace(config.model, **model_fields)
+    return dataclasses.replace(config, trials=trials, model=model)
 
 
 def _trained_longer(config: Config, times: int) -> Config:
@@ -313,54 +336,66 @@ def _trained_longer(config: Config, times: int) -> Config:
 
 def _decided(
     study: Study, results: Results, arms: Sequence[PlannedArm], planned: Sequence[PlannedRun]
-) -> Iterator[PlannedArm]:
-    """Yields the decided arms and their baselines, in the order of the study.
+) -> list[PlannedArm]:
+    """Returns the decided arms and their baselines, in the order of the study.
 
-    An arm is decided if it is significantly better or worse than its baseline, or equivalent. The
-    tests compare test losses paired over seeds. Arms of one size and corpus are judged together,
-    once all their verdict runs are finished.
+    An arm is decided if it is significantly better or worse than its baseline, or equivalent. Arms
+    of one size and corpus are judged together, once all their verdict runs are finished.
     """
-    primary = [arm for arm in arms if arm.key.control is None]
-    num_compared = len(primary_arms((arm.key for arm in primary), study.baseline))
-
-    # The test losses of each arm by seed, if the verdict run is finished.
-    losses_by_arm: dict[ArmKey, dict[Any, float | None]] = {}
+    losses_by_arm: dict[ArmKey, dict[int, float | None]] = {}  # of finished verdict runs
     for run in planned:
-        if run.stage != VERDICT:
-            continue
-        trials = results(run)
+        trials = results(run) if run.stage == VERDICT else None
         if trials:
             losses_by_arm[run.arm.key] = _losses(trials, 'test_loss')
 
+    primary = [arm for arm in arms if arm.key.control is None]
+    # P values are corrected for all comparisons of the study.
+    num_compared = len(primary_arms([arm.key for arm in primary], study.baseline))
     groups: dict[tuple[str, str], list[PlannedArm]] = {}  # by corpus and size
     for arm in primary:
         groups.setdefault((arm.key.corpus, arm.key.size), []).append(arm)
+
+    decided: list[PlannedArm] = []
     for group in groups.values():
-        if not all(arm.key in losses_by_arm for arm in group):
-            continue
-        (baseline,) = [arm for arm in group if arm.variant == study.baseline]
-        compared = [arm for arm in group if arm is not baseline]
+        if all(arm.key in losses_by_arm for arm in group):
+            decided += _decided_of_group(study, group, losses_by_arm, num_compared)
+    return decided
 
-        # Compare each arm with the baseline.
-        family = Family(num_compared)
-        baseline_losses = losses_by_arm[baseline.key]
-        for arm in compared:
-            difference, diverged = _paired(losses_by_arm[arm.key], baseline_losses, study.margin)
-            family.add(arm.key, difference, diverged)
 
-        judgements = family.judge()  # by key
-        decided: list[PlannedArm] = []
-        for arm in compared:
-            if judgements[arm.key].decision is not Decision.UNDECIDED:
-                decided.append(arm)
-        if decided:
-            for arm in group:
-                if arm is baseline or arm in decided:
-                    yield arm
+def _decided_of_group(
+    study: Study,
+    group: Sequence[PlannedArm],
+    losses_by_arm: Mapping[ArmKey, Mapping[int, float | None]],
+    num_compared: int,
+) -> list[PlannedArm]:
+    """Returns the decided arms of one size and corpus, and their baseline if there are any.
+
+    Args:
+        study: The study.
+        group: The arms of this size and corpus, with the baseline.
+        losses_by_arm: The test losses of each arm by seed; None for a diverged trial.
+        num_compared: The number of comparisons of the study, for which p values are corrected.
+    """
+    (baseline,) = [arm for arm in group if arm.variant == study.baseline]
+    baseline_losses = losses_by_arm[baseline.key]
+    compared = [arm for arm in group if arm is not baseline]
+    family = Family(num_compared)
+    for arm in compared:
+        difference, diverged = _paired(losses_by_arm[arm.key], baseline_losses, study.margin)
+        family.add(arm.key, difference, diverged)
+
+    judgements = family.judge()  # by key
+    decided: list[PlannedArm] = []
+    for arm in compared:
+        if judgements[arm.key].decision is not Decision.UNDECIDED:
+            decided.append(arm)
+    if not decided:
+        return []
+    return [arm for arm in group if arm is baseline or arm in decided]
 
 
 def _paired(
-    losses: Mapping[Any, float | None], baseline_losses: Mapping[Any, float | None], margin: float
+    losses: Mapping[int, float | None], baseline_losses: Mapping[int, float | None], margin: float
 ) -> tuple[inference.Difference | None, tuple[int, int]]:
     """Compares the losses of an arm with the baseline's losses, paired over seeds.
 
@@ -409,11 +444,11 @@ def _ideal_results(study: Study, run: PlannedRun) -> list[dict[str, Any]]:
     """
     best_settings = [values[len(values) // 2] for values in grids(study, run.arm).values()]
     results = []
-    for trial in run.config.trials.trials():
+    for trial in run.config.trials.trials():  # such as {'seed': 0, 'learning_rate': 0.001, ...}
         settings = _settings(run.config, trial)
         squares: list[float] = []
         for value, best in zip(settings, best_settings, strict=True):
-            if value != best:  # both may be 0, so log(value / best) would fail
+            if value != best:  # if both are 0, log(value / best) fails
                 squares.append(math.log(value / best) ** 2)
         result = {
             'trial': trial,
@@ -456,7 +491,7 @@ def estimate(study: Study, arms: Sequence[PlannedArm], *, measure: bool = False)
     planned = fewest_runs(study, arms)
     keys = {run.arm.key for run in planned}
     notes: list[str] = []
-    seconds_by_run: dict[str, float] | None = None
+    seconds_by_run: dict[str, float] | None = None  # None for a table without time
     if measure:
         seconds_by_run, note = _seconds_if_here(study, planned)
         notes.append(note)
@@ -483,7 +518,7 @@ def _cost_table(
         planned: The runs.
         row_of: Returns the row of a run: the text in its first column.
         seconds_by_run: The time of each run by its id, for a last column. If {}, the time is
-            unknown, and the column has '-'.
+            unknown, and the column has '-'. If None, there is no such column.
     """
     runs_by_row: dict[str, list[PlannedRun]] = {}
     for run in planned:
@@ -500,13 +535,17 @@ def _cost_table(
         row = [row_name, f'{total.runs}', f'{total.trials}']
         row += [f'{total.tokens:.3g}', f'{total.flops:.3g}']
         if seconds_by_run is not None:
-            time = '-'
-            if seconds_by_run:
-                seconds = sum(seconds_by_run[run.id] for run in runs_of_row)
-                time = str(datetime.timedelta(seconds=round(seconds)))
-            row.append(time)
+            row.append(_duration(runs_of_row, seconds_by_run))
         rows.append(row)
     return text_table(columns, rows)
+
+
+def _duration(planned: Sequence[PlannedRun], seconds_by_run: Mapping[str, float]) -> str:
+    """Returns the total time of some runs, such as '0:12:30'; '-' if `seconds_by_run` is {}."""
+    if not seconds_by_run:
+        return '-'
+    seconds = sum(seconds_by_run[run.id] for run in planned)
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _seconds_if_here(study: Study, planned: Sequence[PlannedRun]) -> tuple[dict[str, float], str]:
@@ -546,7 +585,7 @@ def _measured_seconds(study: Study, planned: Sequence[PlannedRun]) -> dict[str, 
 
 
 def _stage_title(run: PlannedRun) -> str:
-    """Returns the row of a run in the table by stage, such as 'screening learning_rate'."""
+    """Returns the title of a run's row in the table by stage, as in 'screening learning_rate'."""
     if run.arm.key.control == LONGER:
         return 'longer, if every arm is decided'
     parts = (run.arm.key.control, run.stage, run.knob)
@@ -554,7 +593,7 @@ def _stage_title(run: PlannedRun) -> str:
 
 
 def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
-    """Returns the settings of a trial, in the order of KNOBS."""
+    """Returns the value of each setting in a trial, in the order of KNOBS."""
     trial_values = [trial[name] for name in TRIAL_KNOBS]
     model_values = [getattr(config.model, name) for name in MODEL_KNOBS]
     return (*trial_values, *model_values)
@@ -575,11 +614,11 @@ def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float 
 
 
 def left_runs(path: Path, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]:
-    """Returns the lines of plan.jsonl for finished runs that are no longer planned.
+    """Returns the lines of plan.jsonl for finished runs that are not planned, each as a dict.
 
     Args:
         path: The directory of the study.
-        planned: The runs that are planned now.
+        planned: The planned runs.
 
     Raises:
         RunDirectoryError: A line of plan.jsonl is damaged.
@@ -603,7 +642,7 @@ def _result_file(path: Path, run: Mapping[str, Any]) -> Path:
 
 
 def left_lines(study: Study, path: Path, left: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Returns the lines of plan.jsonl and of results.jsonl for runs that are no longer planned.
+    """Returns the lines of plan.jsonl and of results.jsonl for finished runs that are not planned.
 
     Added arms may leave an arm undecided, which is then not trained longer. A look at the results
     may have seen its longer runs, so both files keep them.
@@ -627,12 +666,9 @@ def left_lines(study: Study, path: Path, left: Sequence[Mapping[str, Any]]) -> t
         except ValueError as error:
             raise damaged_file_error(path / PLAN, error, _ADVICE) from error
 
-        fields = {name: run[name] for name in ('run', *ARM_KEY, 'stage', 'knob', 'residual')}
-        # This file has another name for the target.
-        fields['target_parameters'] = run['target']
         plan_text += json.dumps(run) + '\n'
-        for result in results:
-            results_text += json.dumps({'study': study.name, **fields, **result}) + '\n'
+        fields_in_results = {name: run[name] for name in _LEFT_RUN}
+        results_text += _trial_lines(study, fields_in_results, results)
     return plan_text, results_text
 
 
@@ -667,11 +703,26 @@ def _common_fields(study: Study, run: PlannedRun) -> dict[str, Any]:
 
 def result_lines(study: Study, planned: Sequence[PlannedRun], results: Results) -> str:
     """Returns the content of results.jsonl: one line for each trial of every finished run."""
-    lines = []
+    lines_of_runs = []
     for run in planned:
-        fields = {'study': study.name, 'run': run.id, **_common_fields(study, run)}
-        # This file has another name for the target.
-        fields['target_parameters'] = fields.pop('target')
-        for trial in results(run) or []:
-            lines.append(json.dumps({**fields, **trial}) + '\n')
-    return ''.join(lines)
+        trials = results(run)
+        if trials is not None:
+            run_fields = {'run': run.id, **_common_fields(study, run)}
+            lines_of_runs.append(_trial_lines(study, run_fields, trials))
+    return ''.join(lines_of_runs)
+
+
+def _trial_lines(
+    study: Study, run_fields: Mapping[str, Any], trials: Iterable[Mapping[str, Any]]
+) -> str:
+    """Returns the lines of results.jsonl for the trials of one run.
+
+    Args:
+        study: The study.
+        run_fields: What the lines have in common: 'run' and the names of `_common_fields`.
+        trials: The results of the trials.
+    """
+    fields = {'study': study.name, **run_fields}
+    # results.jsonl has another name for the target than plan.jsonl.
+    fields['target_parameters'] = fields.pop('target')
+    return ''.join(json.dumps({**fields, **trial}) + '\n' for trial in trials)
