@@ -26,8 +26,8 @@ COSTS = {
 def violated_constraint(config: ModelConfig) -> str | None:
     """Returns why the attention of a model cannot be built; None if it can."""
     try:
-        for attention_spec in sites(config).values():
-            registry.check(attention_spec())
+        for make_spec in sites(config).values():  # of each group of attention layers
+            registry.check(make_spec())
     except SpecError as error:
         return f'cannot be built: {error}'
     return None
@@ -35,11 +35,11 @@ def violated_constraint(config: ModelConfig) -> str | None:
 
 def uses_slices(config: ModelConfig) -> bool:
     """Returns whether attention heads of a model are slices of the residual stream."""
-    for attention_spec in sites(config).values():
-        spec = attention_spec()
-        score, _ = registry.find_score(spec.score)
-        value, _ = registry.find_value(spec.value)
-        if score.uses_slices or value.uses_slices:
+    for make_spec in sites(config).values():  # of each group of attention layers
+        spec = make_spec()
+        score_class, _ = registry.find_score(spec.score)
+        value_class, _ = registry.find_value(spec.value)
+        if score_class.uses_slices or value_class.uses_slices:
             return True
     return False
 
@@ -55,13 +55,15 @@ class Dimension:
     @property
     def baseline_value(self) -> int:
         """The value at the baseline's shape."""
-        return getattr(self.config, self.name) or self.config.mlp_width
+        value = getattr(self.config, self.name)
+        # d_ff may be None, which means a default width.
+        return value or self.config.mlp_width
 
     @property
     def step(self) -> int:
         """The step between values to try."""
         if self.name == 'num_heads':
-            return self.config.num_kv_heads or 1
+            return self.config.num_kv_heads or 1  # num_kv_heads divides num_heads
         # The cache grows with the head size, which has one value for each multiple of this width.
         if self.name == 'd_model' and self.which == 'cache' and not self.config.head_size:
             return self.smallest_width
@@ -97,13 +99,15 @@ class Dimension:
     def _at_width(self, d_model: int) -> ModelConfig:
         """Returns the model at another d_model, with the same num_heads and d_ff / d_model."""
         config = self.config
-        d_ff = max(1, round(config.mlp_width / config.d_model * d_model))
+        d_ff_per_d_model = config.mlp_width / config.d_model
+        d_ff = max(1, round(d_ff_per_d_model * d_model))
         head_size = config.head_size
         if not head_size:
-            nearest = self.head_size_step * max(1, round(d_model / self.smallest_width))
-            # Without a head_size, the model has d_model / num_heads.
-            is_default = nearest * config.num_heads == d_model
-            head_size = None if is_default else nearest
+            # The valid head size nearest to d_model / num_heads.
+            num_steps = max(1, round(d_model / self.smallest_width))
+            head_size = num_steps * self.head_size_step
+            if head_size * config.num_heads == d_model:
+                head_size = None  # means d_model / num_heads
         return dataclasses.replace(config, d_model=d_model, d_ff=d_ff, head_size=head_size)
 
     def cost(self, value: int) -> float:
@@ -145,7 +149,7 @@ class Dimension:
         if next_value is not None and self.cost(next_value) == self.cost(start):
             raise MatchError(f'has the same cost at any {self.name}')
 
-        # Find the first value that costs the target or more.
+        # Find the first value that reaches the target. All larger values reach it too.
         upper_bound = start
         while not self._reaches(target, upper_bound):
             upper_bound *= 2
@@ -220,7 +224,8 @@ def match(
     # Solve d_ff. The cost is linear in d_ff.
     wider = dataclasses.replace(matched, d_ff=matched.mlp_width + 1)
     cost_per_unit = cost.measured(wider, which) - cost_before_fill
-    if fill and destination != 'd_ff' and cost_per_unit:
+    absorbs = bool(fill and cost_per_unit)  # whether d_ff makes up for a difference
+    if absorbs and destination != 'd_ff':
         d_ff = matched.mlp_width + round((target - cost_before_fill) / cost_per_unit)
         if d_ff < 1:
             raise MatchError(f'has more than {target_text} at d_ff=1 and {destination}={value}')
@@ -230,7 +235,6 @@ def match(
     gap = cost_before_fill / target - 1
     is_unchanged = destination != 'd_ff' and value == dimension.baseline_value
     if is_unchanged and abs(gap) > tolerance:
-        absorbs = bool(fill and cost_per_unit)
         raise MatchError(_why_unchanged(dimension, target, absorbs))
 
     # Refuse a model that misses the target.
@@ -239,9 +243,10 @@ def match(
         sizes = f'{destination}={value}'
         if destination != 'd_ff':
             sizes += f' and d_ff={matched.mlp_width}'
-        is_rounded = fill is not None or destination == 'd_ff'
-        if is_rounded and abs(residual) < cost_per_unit / target:
-            sizes += f', as each unit of d_ff is {cost_per_unit / target:.2%}'
+        is_d_ff_rounded = fill is not None or destination == 'd_ff'
+        share_of_unit = cost_per_unit / target
+        if is_d_ff_rounded and abs(residual) < share_of_unit:
+            sizes += f', as each unit of d_ff is {share_of_unit:.2%}'
         raise MatchError(
             f'reaches {target_text} only to {100 * residual:+.3g}%, at {sizes}; choose '
             f'another size, or a tolerance above {tolerance:g}'
@@ -250,19 +255,22 @@ def match(
 
 
 def _why_unchanged(dimension: Dimension, target: float, absorbs: bool) -> str:
-    """Says why no other value of a dimension is nearer to the target cost.
-
-    `absorbs` is whether d_ff makes up for the difference.
+    """Says why no other value of a dimension is nearer to the target cost than the baseline's.
 
     For example, the nearest usable values are d_model=96, 7% below the target, and d_model=104, 8%
     above it:
 
         is -7.00% from the target at d_model=96 and +8.00% at d_model=104, and no other d_model is
         nearer, so d_ff would absorb it all: d_model moves in steps of 8, as ...
+
+    Args:
+        dimension: The dimension.
+        target: The target cost.
+        absorbs: Whether d_ff makes up for the difference.
     """
     name = dimension.name
     value = dimension.baseline_value
-    gap = dimension.cost(value) / target - 1
+    gap = dimension.cost(value) / target - 1  # such as -0.07
     here = f'is {gap:+.2%} from the target at {name}={value}'
     no_other = f'no other {name} is nearer'
     if absorbs:
@@ -274,7 +282,7 @@ def _why_unchanged(dimension: Dimension, target: float, absorbs: bool) -> str:
         sentence = f'{here}, and {no_other}'
         beside = value + dimension.step if gap < 0 else value - dimension.step
         if beside > 0:
-            violation = violated_constraint(dimension.resized(beside))
+            violation = violated_constraint(dimension.resized(beside))  # 'cannot be built: ...'
             sentence += f': at {name}={beside} it {violation}'
         return sentence
 
