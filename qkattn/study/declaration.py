@@ -289,8 +289,7 @@ def _check_runs(path: Path, study: Study, arms: Sequence[PlannedArm]) -> None:
     if not (path / stored.PLAN).exists():
         return
     planned = plan.runs(study, arms, plan.results_in(path))
-    finished_but_not_planned = plan.left_runs(path, planned)  # lines of plan.jsonl
-    for run in finished_but_not_planned:
+    for run in plan.unplanned_runs(path, planned):  # finished runs, as dicts
         # Only decided arms are trained longer, and added arms may leave an arm undecided.
         may_leave_plan = run['control'] == LONGER
         if not may_leave_plan:

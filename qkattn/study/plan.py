@@ -68,8 +68,8 @@ STEP_PER_FORWARD = 3
 MAX_READABLE_BYTES = 255 - 13
 # What the user can do about a damaged plan.jsonl.
 _ADVICE = 'restore it from a copy, or remove it: it is then made again from the results'
-# The fields of a line of plan.jsonl that `left_lines` reads, besides its directory.
-_LEFT_RUN = {
+# The fields of a line of plan.jsonl that `unplanned_lines` reads, besides its directory.
+_UNPLANNED_RUN = {
     'run': str,
     **ARM_KEY,
     'stage': str,
@@ -613,7 +613,7 @@ def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float 
     return loss_by_seed
 
 
-def left_runs(path: Path, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]:
+def unplanned_runs(path: Path, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]:
     """Returns the lines of plan.jsonl for finished runs that are not planned, each as a dict.
 
     Args:
@@ -628,12 +628,13 @@ def left_runs(path: Path, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]
         return []
     planned_ids = {run.id for run in planned}
     schema = {'run': str, 'directory': str, 'control': str | None}
-    left = []
+    unplanned = []
     for run in read_lines(file, schema, _ADVICE, check_run_directory):
         is_planned = run['run'] in planned_ids
-        if not is_planned and _result_file(path, run).exists():
-            left.append(run)
-    return left
+        is_finished = _result_file(path, run).exists()
+        if is_finished and not is_planned:
+            unplanned.append(run)
+    return unplanned
 
 
 def _result_file(path: Path, run: Mapping[str, Any]) -> Path:
@@ -641,7 +642,9 @@ def _result_file(path: Path, run: Mapping[str, Any]) -> Path:
     return path / run['directory'] / 'result.json'
 
 
-def left_lines(study: Study, path: Path, left: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def unplanned_lines(
+    study: Study, path: Path, unplanned: Sequence[Mapping[str, Any]]
+) -> tuple[str, str]:
     """Returns the lines of plan.jsonl and of results.jsonl for finished runs that are not planned.
 
     Added arms may leave an arm undecided, which is then not trained longer. A look at the results
@@ -650,24 +653,24 @@ def left_lines(study: Study, path: Path, left: Sequence[Mapping[str, Any]]) -> t
     Args:
         study: The study.
         path: The directory of the study.
-        left: The runs, from `left_runs`.
+        unplanned: The runs, from `unplanned_runs`.
 
     Raises:
         RunDirectoryError: A line of plan.jsonl is damaged, or names another run than its results.
     """
     plan_text = ''
     results_text = ''
-    for run in left:
+    for run in unplanned:
         results = read_json(_result_file(path, run), [{'config_hash': str}])
         try:
-            check(run, _LEFT_RUN)
+            check(run, _UNPLANNED_RUN)
             for result in results:
                 check_config_hash(result, run['run'])
         except ValueError as error:
             raise damaged_file_error(path / PLAN, error, _ADVICE) from error
 
         plan_text += json.dumps(run) + '\n'
-        fields_in_results = {name: run[name] for name in _LEFT_RUN}
+        fields_in_results = {name: run[name] for name in _UNPLANNED_RUN}
         results_text += _trial_lines(study, fields_in_results, results)
     return plan_text, results_text
 

@@ -89,9 +89,9 @@ def run(study: Study, workdir: str | Path, *, arms: list[PlannedArm] | None = No
         worker = make_in_process_0(lambda: _Worker(study, path, arms or build_arms(study), stop))
         while True:
             leased = agreement.call_in_process_0(lambda: worker.lease_next(reason_by_run))
-            if leased is None:
+            if leased is None:  # no run is left
                 break
-            if leased != _WAITED:
+            if leased != _WAITED:  # a run was free
                 _train(path, leased, worker, reason_by_run)
             if agreement.any_process(stop.requested):
                 raise Stopped('stopped between two runs')
@@ -128,16 +128,16 @@ class _Worker:
         declaration.require_no_run(path)
         # Through a link, workers would write outside the directory.
         for name in ('lock', 'leases', 'runs', 'plots'):
-            join_without_links(path, name)
+            join_without_links(path, name)  # raises an error for a link
         declaration.require_chain(path, study, self.arms)
         runs_left = longest_of_each_model(runs_without_result(study, self.arms, path))
         for run in runs_left:
             sharding.require_devices(run.config.mesh)
             require_memory(run.config)
             check_parts(run.config)
+            measures_yardsticks = run is runs_left[0]  # once is enough
             with waiting(study.name, 'preparing data'):
-                is_first = run is runs_left[0]
-                rows = check_data(study, run.config, yardsticks=is_first)
+                rows = check_data(study, run.config, yardsticks=measures_yardsticks)
                 open_corpora(run.config, rows)
         make_directory(path)
         self._declared = ledger.declaration_digest(declaration.declare(path, study, self.arms))
@@ -151,8 +151,7 @@ class _Worker:
             failed: The ids of runs that cannot be trained.
 
         Returns:
-            The run as JSON: its id ('run'), 'config', 'directory', and 'label' for messages.
-            _WAITED if no run is free, None if no run is left.
+            The run as `_to_json` returns it. _WAITED if no run is free, None if no run is left.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -163,15 +162,7 @@ class _Worker:
             if self.lease is not None:
                 self._leased = run
                 self._others = [other for other in runs_left if other is not run]
-                label = run.arm.title
-                if run.stage != SINGLE:
-                    label += f' {run.knob or run.stage}'  # such as 'learning_rate' or 'verdict'
-                return {
-                    'run': run.id,
-                    'config': to_json(run.config),
-                    'directory': run.directory,
-                    'label': label,
-                }
+                return _to_json(run)
 
         self.refused.clear()  # the next call tries these runs again
         if not runs_left:
@@ -187,7 +178,7 @@ class _Worker:
         # If the directory cannot be read, the values of the last call are used.
         with contextlib.suppress(OSError, ReadError):
             self._others = [run for run in self._others if not self._is_finished(run)]
-            self._held = set(leases.holders(self.path / 'leases'))
+            self._held = set(leases.holders(self.path / 'leases'))  # ids of runs
         assert self._leased is not None
         waiting_work = sum(run.work for run in self._others if run.id not in self._held)
         held_runs = {self._leased.id, *self._held}
@@ -215,13 +206,15 @@ class _Worker:
             results = plan.results_in(path)
             runs = plan.runs(study, self.arms, results)
             digest_in_directory = ledger.declaration_digest(read_json(path / 'study.json', {}))
-            if digest_in_directory == self._declared:
-                left_runs = plan.left_runs(path, runs)
-                left_in_plan, left_in_results = plan.left_lines(study, path, left_runs)
-                plan_text = plan.plan_lines(study, runs) + left_in_plan
-                results_text = plan.result_lines(study, runs, results) + left_in_results
-                write_atomic(path / 'plan.jsonl', plan_text)
-                write_atomic(path / 'results.jsonl', results_text)
+            has_grown = digest_in_directory != self._declared
+            if not has_grown:
+                plan_text = plan.plan_lines(study, runs)
+                results_text = plan.result_lines(study, runs, results)
+                # Results of runs that have left the plan are kept.
+                unplanned = plan.unplanned_runs(path, runs)
+                more_plan, more_results = plan.unplanned_lines(study, path, unplanned)
+                write_atomic(path / 'plan.jsonl', plan_text + more_plan)
+                write_atomic(path / 'results.jsonl', results_text + more_results)
         return plan.without_result(runs, results)
 
     def _wait(self, runs_left: list[PlannedRun]) -> None:
@@ -234,7 +227,8 @@ class _Worker:
             directory_by_id = {run.id: run.directory for run in runs_left}
             held_runs = []
             for run_id, holder in holders.items():
-                held_runs.append(f'{directory_by_id.get(run_id, run_id)}, held by {holder}')
+                run_name = directory_by_id.get(run_id, run_id)  # it may be none of `runs_left`
+                held_runs.append(f'{run_name}, held by {holder}')
             log.info('waiting for %s', '; '.join(held_runs))
         self._last_holders = holders
 
@@ -244,6 +238,19 @@ class _Worker:
             if any(self._is_finished(run) for run in runs_left):
                 return
             time.sleep(_TICK)
+
+
+def _to_json(run: PlannedRun) -> dict[str, Any]:
+    """Returns what all processes of a job need to train a run, as JSON."""
+    label = run.arm.title  # for messages
+    if run.stage != SINGLE:
+        label += f' {run.knob or run.stage}'  # such as 'learning_rate' or 'verdict'
+    return {
+        'run': run.id,
+        'config': to_json(run.config),
+        'directory': run.directory,
+        'label': label,
+    }
 
 
 def _train(
@@ -262,11 +269,13 @@ def _train(
         reason_by_run: Why a run cannot be trained, by its id.
     """
     run_id = leased['run']
-    with cast(leases.Lease, worker.lease) as lease:
+    with cast(leases.Lease, worker.lease) as lease:  # released at the end of the block
         try:
+            config = from_json(Config, leased['config'])
+            directory = join_without_links(path, *leased['directory'].split('/'))
             train(
-                from_json(Config, leased['config']),
-                join_without_links(path, *leased['directory'].split('/')),
+                config,
+                directory,
                 label=leased['label'],
                 study=worker.study_left,
                 lost=lambda: lease.lost,
@@ -290,7 +299,7 @@ def _train(
 
 def longest_of_each_model(runs: list[PlannedRun]) -> list[PlannedRun]:
     """Returns the longest run of each model on each corpus; `runs` are sorted longest first."""
-    longest = {}
+    longest = {}  # by data and model
     for run in reversed(runs):
         longest[run.config.data, run.config.model] = run  # replaces a shorter run
     return list(longest.values())
@@ -340,7 +349,8 @@ def check_start(study: Study, arms: list[PlannedArm], path: Path | None) -> list
     longest_runs = longest_of_each_model(runs_left)
     for run in longest_runs:
         check_parts(run.config)
-        check = functools.partial(check_data, study, yardsticks=run is longest_runs[0])
+        measures_yardsticks = run is longest_runs[0]  # once is enough
+        check = functools.partial(check_data, study, yardsticks=measures_yardsticks)
         reason = check_data_if_here(run.config, study.name, check)
         if reason is not None and reason not in reasons:
             reasons.append(reason)
