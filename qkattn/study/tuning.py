@@ -70,7 +70,8 @@ def tune(
     Returns:
         What to screen next, or the chosen settings.
     """
-    settings = tuple(grids[knob][len(grids[knob]) // 2] for knob in KNOBS)
+    middles = [grids[knob][len(grids[knob]) // 2] for knob in KNOBS]
+    settings = tuple(middles)
     sweeps: dict[str, Sweep] = {}
     for knob in KNOBS:
         values = grids[knob]
@@ -136,7 +137,7 @@ def _losses_at_value(
     has_diverged_seed = None in measured.values()
     if not has_diverged_seed:
         return measured
-    return {seed: measured.get(seed) for seed in seeds}
+    return {seed: measured.get(seed) for seed in seeds}  # None for a seed that is not measured
 
 
 def _next_to_screen(
@@ -161,13 +162,13 @@ def _next_to_screen(
 
 
 def _needs_seeds(swept: Sweep, limits: TuningConfig) -> bool:
-    """Returns whether the best value or its excess loss is uncertain, so that seeds may help."""
+    """Returns whether further seeds may make the best value or its excess loss more certain."""
     if swept.needs_seeds:
         return True
-    max_excess_loss = swept.at_worst
-    if limits.max_excess is None or max_excess_loss is None:
+    excess_bound = swept.at_worst  # of the chosen value's loss over the lowest loss
+    if limits.max_excess is None or excess_bound is None:
         return False
-    return max_excess_loss > limits.max_excess
+    return excess_bound > limits.max_excess
 
 
 def with_knob(settings: Settings, knob: str, value: float) -> Settings:
@@ -193,10 +194,10 @@ def grids_around(
     for knob, tuned_value in zip(KNOBS, settings, strict=True):
         grid_by_knob[knob] = (tuned_value,)
 
-    rates = grids['learning_rate']
-    ratio = rates[1] / rates[0]
+    first_rates = grids['learning_rate']
+    ratio = first_rates[1] / first_rates[0]
     tuned_rate = settings[KNOBS.index('learning_rate')]
-    around = [tuned_rate * ratio**power for power in (-1, 0, 1)]
-    # Without rounding errors, so that 0.1 * 3.0 is 0.3.
-    grid_by_knob['learning_rate'] = tuple(float(f'{rate:.10g}') for rate in around)
+    rates = [tuned_rate * ratio**power for power in (-1, 0, 1)]
+    # Drop rounding errors, so that 0.1 * 3.0 is 0.3.
+    grid_by_knob['learning_rate'] = tuple(float(f'{rate:.10g}') for rate in rates)
     return grid_by_knob

@@ -73,71 +73,111 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     path = absolute(directory)
     files = stored.open_files(path)
     stored_groups, stored_runs = _stored_entries(path)
+    # The entries of each list by the id of their run.
     group_by_id = {group['run']: group for group in stored_groups}
-    measured_by_id = {run['run']: run for run in stored_runs}
+    run_by_id = {run['run']: run for run in stored_runs}
 
+    planned_and_results = list(_finished_runs(path, files))
+    if imports is not None:
+        _require_allowed_imports(path, [planned for planned, _ in planned_and_results], imports)
     groups: list[_Record] = []
     runs: list[_Record] = []
     problems: list[str] = []
-    # Runs with models of different sizes may read the same data, which is measured once.
-    measured_by_data: dict[tuple, _Record] = {}
-    finished_runs = list(_finished_runs(path, files))
-    if imports is not None:
-        _require_allowed_imports(path, [run for run, _ in finished_runs], imports)
-    for run, results in finished_runs:
-        run_id = run['run']
-        config: Config = from_json(Config, run['config'])
+    measured_by_data: dict[tuple, _Record] = {}  # see `_group_entry`
+    for planned, results in planned_and_results:
+        run_id = planned['run']
+        config: Config = from_json(Config, planned['config'])
         try:
-            if run_id not in group_by_id or not is_current(group_by_id[run_id]):
-                data_read = (
-                    config.data,
-                    config.model.kind,
-                    config.model.context,
-                    config.model.source_context,
-                    config.train.num_steps,
-                    config.train.batch_size,
-                    config.trials.seeds[0],
-                )
-                if data_read not in measured_by_data:
-                    measured_by_data[data_read] = _measure_group(config, results[0])
-                group_by_id[run_id] = {
-                    'run': run_id,
-                    'size': run['size'],
-                    'corpus': run['corpus'],
-                    'longer': run['control'] == LONGER,
-                    **measured_by_data[data_read],
-                }
-
-            is_measured = measured_by_id.get(run_id, {}).get('trials') is not None
-            if run['stage'] == VERDICT and not is_measured:
-                arm_key = {field: run[field] for field in records.ARM_KEY}
-                measured_by_id[run_id] = {
-                    'run': run_id,
-                    **arm_key,
-                    **_measure_run(path, run, config, results),
-                }
+            has_current_group = run_id in group_by_id and is_current(group_by_id[run_id])
+            if not has_current_group:
+                group_by_id[run_id] = _group_entry(planned, config, results[0], measured_by_data)
+            is_measured = run_by_id.get(run_id, {}).get('trials') is not None
+            if planned['stage'] == VERDICT and not is_measured:
+                run_by_id[run_id] = _run_entry(path, planned, config, results)
         except ConfigError as error:
-            problem = f'{run["size"]}, {run["corpus"]}: {error}'
+            problem = f'{planned["size"]}, {planned["corpus"]}: {error}'
             if problem not in problems:
                 problems.append(problem)
 
         if run_id in group_by_id:
             groups.append(group_by_id[run_id])
-        if run_id in measured_by_id:
-            runs.append(measured_by_id[run_id])
+        if run_id in run_by_id:
+            runs.append(run_by_id[run_id])
 
     has_new_groups = any(group not in stored_groups for group in groups)
     has_new_runs = any(run not in stored_runs for run in runs)
     if has_new_groups or has_new_runs:
-        start = describe_start()
-        content = {
-            'recorded': start['started'],
-            'start': {key: start[key] for key in records.START},
-            'groups': groups,
-            'runs': runs,
-        }
-        records.write_json(path / YARDSTICKS, content)
+        _write(path, groups, runs)
     return problems
+
+
+def _write(path: Path, groups: list[_Record], runs: list[_Record]) -> None:
+    """Writes yardsticks.json to the directory of a study."""
+    start = describe_start()  # the machine and versions of this process
+    content = {
+        'recorded': start['started'],
+        'start': {field: start[field] for field in records.START},
+        'groups': groups,
+        'runs': runs,
+    }
+    records.write_json(path / YARDSTICKS, content)
+
+
+def _group_entry(
+    planned: _Record,
+    config: Config,
+    result: Mapping[str, Any],
+    measured_by_data: dict[tuple, _Record],
+) -> _Record:
+    """Returns the entry of a run in the list `groups` of yardsticks.json.
+
+    Runs with models of different sizes may read the same data, which is measured once.
+
+    Args:
+        planned: The run's line of plan.jsonl.
+        config: The config of the run.
+        result: The result of one of its trials.
+        measured_by_data: The earlier measurements, by the data read. A further one is added.
+
+    Raises:
+        ConfigError: This machine does not have the same data.
+    """
+    # The settings that determine the data read.
+    data_read = (
+        config.data,
+        config.model.kind,
+        config.model.context,
+        config.model.source_context,
+        config.train.num_steps,
+        config.train.batch_size,
+        config.trials.seeds[0],
+    )
+    if data_read not in measured_by_data:
+        measured_by_data[data_read] = _measure_group(config, result)
+    return {
+        'run': planned['run'],
+        'size': planned['size'],
+        'corpus': planned['corpus'],
+        'longer': planned['control'] == LONGER,
+        **measured_by_data[data_read],
+    }
+
+
+def _run_entry(path: Path, planned: _Record, config: Config, results: list[_Record]) -> _Record:
+    """Returns the entry of a verdict run in the list `runs` of yardsticks.json.
+
+    Args:
+        path: The directory of the study.
+        planned: The run's line of plan.jsonl.
+        config: The config of the run.
+        results: The results of the trials of the run.
+
+    Raises:
+        ConfigError: This machine does not have the same data.
+    """
+    arm_key = {field: planned[field] for field in records.ARM_KEY}
+    measured = _measure_run(path, planned, config, results)
+    return {'run': planned['run'], **arm_key, **measured}
 
 
 def _stored_entries(path: Path) -> tuple[list[_Record], list[_Record]]:
@@ -162,7 +202,7 @@ def _require_allowed_imports(
     configs = []
     for run in runs:
         configs.append(run['config'])
-        file = path / run['directory'] / 'config.json'
+        file = path / run['directory'] / 'config.json'  # read by `_measure_run`
         if file.exists():
             configs.append(records.read_json(file, records.CONFIG)['config'])
     advice = 'if you trust it, give --imports={}'  # {} becomes the import paths
@@ -192,9 +232,8 @@ def _finished_runs(path: Path, files: Files) -> Iterator[tuple[_Record, list[_Re
         'directory': str,
     }
     for run in records.read_lines(files / 'plan.jsonl', schema, take=stored.check_run_directory):
-        if run['stage'] == SCREENING:
-            continue
-        if run['variant'] != study['baseline'] or run['control'] == SAME_SHAPE:
+        is_baseline = run['variant'] == study['baseline'] and run['control'] != SAME_SHAPE
+        if run['stage'] == SCREENING or not is_baseline:
             continue
         results = results_by_id.get(run['run'], [])
         if any(result['status'] == records.FINISHED for result in results):
@@ -252,6 +291,7 @@ def _open_same_data(config: Config, result: Mapping[str, Any]) -> Rows:
     """
     recorded_data = result['data']
     tokenizer_names = names_in(recorded_data)
+    # The names tell how the recorded tokenizers separate documents.
     with use_recorded_tokenizers(*tokenizer_names):
         rows = rows_of(config)
     data_here = records.to_jsonable(rows.identity())
@@ -293,7 +333,8 @@ def _measure_run(path: Path, run: _Record, config: Config, results: list[_Record
     rows = _open_same_data(config, results[0])
     log.info('measuring the loss by position of %s', run['directory'])
     measured_trials = _measure_trials(config, rows, state['params'])
-    loss_field = f'{PREFIXES[rows.splits[-1]]}_loss'  # such as 'test_loss'
+    last_split = rows.splits[-1]
+    loss_field = f'{PREFIXES[last_split]}_loss'  # such as 'test_loss' for the split 'test'
     trials = []
     for result, measured in zip(results, measured_trials, strict=True):
         if result['status'] != records.FINISHED:
@@ -314,14 +355,14 @@ def _measure_trials(config: Config, rows: Rows, params: dict) -> Iterator[_Recor
     loss. `rows.context_losses` gives the other losses, as far as the task defines them.
     """
     nats_XT, weights_T = _losses_by_position(config, rows, params)
-    loss_X = nats_XT.sum(1) / weights_T.sum()
+    loss_X = nats_XT.sum(axis=1) / weights_T.sum()
 
     def measure(rows_to_measure: Rows) -> tuple[np.ndarray, np.ndarray]:
         if rows_to_measure is rows:
-            return nats_XT, weights_T
+            return nats_XT, weights_T  # measured above
         return _losses_by_position(config, rows_to_measure, params)
 
-    context_losses = rows.context_losses(measure)
+    context_losses = rows.context_losses(measure)  # such as {'early': [3.1, 3.2], ...}
     for x, loss in enumerate(loss_X):
         trial = {'early': None, 'late': None, 'shuffled': None, 'loss': float(loss)}
         for name, context_loss_X in context_losses.items():
