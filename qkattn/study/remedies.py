@@ -4,6 +4,7 @@ Flags are tried before they are suggested.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def suggest_flags(study: Study, refusals: Sequence[Refusal], all_arms_match: All
         refusals: The arms without a match.
         all_arms_match: Returns whether all arms of a changed study can be matched at a size.
     """
-    # Same-shape controls are not matched.
+    # Controls at the baseline's shape need no match.
     study = dataclasses.replace(study, controls=ControlsConfig(equal_shape=False))
 
     # Which variants could match at other sizes?
@@ -92,7 +93,7 @@ def _nearby_sizes(size: str, baseline: ModelConfig) -> list[str]:
     4 heads and rotary positions gives 'd_model=104', 'd_model=88', 'd_model=112', ...
     """
     step = Dimension(baseline, 'd_model').smallest_width
-    center = step * round(baseline.d_model / step)
+    center = step * round(baseline.d_model / step)  # a multiple near the present width
     d_models: list[int] = []
     distance = 0
     while len(d_models) < NUM_TRIED:
@@ -101,6 +102,7 @@ def _nearby_sizes(size: str, baseline: ModelConfig) -> list[str]:
                 d_models.append(d_model)
         distance += step
 
+    # Such as ['num_layers=2'] of 'd_model=96&num_layers=2'.
     other_fields = [
         field for field in size.split('&') if field and not field.startswith('d_model=')
     ]
@@ -151,23 +153,20 @@ def _fitting_sizes(
     refused_sizes = list(dict.fromkeys(refusal.size for refusal in refusals))
     replacements: dict[str, list[str]] = {}  # by the size to replace
     for size in refused_sizes:
-        replacements[size] = []
-        for nearby in nearby_sizes[size]:
-            if len(replacements[size]) == NUM_NAMED:
-                break
-            if nearby in study.sizes:
-                continue
-            if _all_match_at(nearby, study, refused_variants, all_arms_match):
-                replacements[size].append(nearby)
+        other_sizes = [nearby for nearby in nearby_sizes[size] if nearby not in study.sizes]
+        fitting_sizes = (
+            other
+            for other in other_sizes
+            if _all_match_at(other, study, refused_variants, all_arms_match)
+        )
+        replacements[size] = list(itertools.islice(fitting_sizes, NUM_NAMED))  # the first ones
 
     # The i-th list has the i-th replacement of each refused size.
     lists_of_sizes: list[list[str]] = []
-    num_lists = min(len(nearby) for nearby in replacements.values())
+    num_lists = min(len(fitting) for fitting in replacements.values())
     for i in range(num_lists):
-        sizes = []
-        for size in study.sizes:
-            sizes.append(replacements[size][i] if size in replacements else size)
-        lists_of_sizes.append(sizes)
+        replacement_of_size = {size: fitting[i] for size, fitting in replacements.items()}
+        lists_of_sizes.append([replacement_of_size.get(size, size) for size in study.sizes])
     return lists_of_sizes
 
 

@@ -100,7 +100,7 @@ def open_files(directory: str | Path) -> Path | StoredFiles:
     logs_file = path / LOGS
     if not logs_file.is_file():
         return path
-    size, _ = version_of(logs_file)
+    size, _ = version_of(logs_file)  # in bytes
     if size > MAX_LOGS:
         raise ReportError(f'{logs_file} has {size:,} bytes, more than {MAX_LOGS:,}; {_ADVICE}')
     with read_errors(path):
@@ -165,7 +165,7 @@ def _stored_logs(study: Files) -> Iterator[tuple[str, bytes]]:
             yield f'{directory}/{METRICS}', _complete_lines(metrics)
 
         documents = study / directory / DOCUMENTS
-        digest: str | None = None
+        digest: str | None = None  # the SHA-256 of documents that are left out
         if not documents.is_file():
             # If `study` is a stored study, it may have the SHA-256.
             digest = left_out_documents(study / directory)
@@ -204,20 +204,18 @@ def unpack_in_place(directory: Path) -> None:
     for run in runs:
         _refuse_links(directory, run['directory'])
     results_by_run = _results_by_run(files)
+    finished_runs = [run for run in runs if run['run'] in results_by_run]
+    unfinished_runs = [run for run in runs if run['run'] not in results_by_run]
 
-    # Unfinished runs will write new metrics.
-    names_left_out: set[str] = set()
-    for run in runs:
-        if run['run'] not in results_by_run:
-            names_left_out.add(f'{run["directory"]}/{METRICS}')
+    # Unfinished runs write their metrics again, from the start.
+    names_left_out = {f'{run["directory"]}/{METRICS}' for run in unfinished_runs}
     for name in files.archive.names:
         if name not in names_left_out:
             write_atomic(directory / name, files.archive.read(name))
 
-    for run in runs:
-        if run['run'] in results_by_run:
-            file = directory / run['directory'] / 'result.json'
-            write_json(file, results_by_run[run['run']])
+    for run in finished_runs:
+        file = directory / run['directory'] / 'result.json'
+        write_json(file, results_by_run[run['run']])
     # The archive is removed last, so that the call can be repeated after a crash.
     (directory / LOGS).unlink()
 
@@ -250,7 +248,8 @@ def check_run_directory(run: Mapping[str, Any]) -> None:
     """Raises ValueError unless `run['directory']` is a valid path such as 'runs/qk-vo-0123'."""
     directory = run['directory']
     parts = directory.split('/')
-    if not is_clean(directory) or len(parts) > 2 or not _TAKEN.isdisjoint(parts):
+    has_taken_name = not _TAKEN.isdisjoint(parts)  # such as 'study.json'
+    if not is_clean(directory) or len(parts) > 2 or has_taken_name:
         raise ValueError(
             f"field 'directory' is {directory!r}, expected one or two components below the study"
         )

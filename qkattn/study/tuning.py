@@ -74,38 +74,66 @@ def tune(
     settings = tuple(middles)
     sweeps: dict[str, Sweep] = {}
     for knob in KNOBS:
-        values = grids[knob]
-        if len(values) == 1:
+        is_tuned = len(grids[knob]) > 1
+        if not is_tuned:
             continue
-        ratio = values[1] / values[0]
         end = math.inf
         if knob == 'weight_decay' and decay == 'independent':
             end = INDEPENDENT_END
-        seeds = limits.seeds
-        is_chosen = False
-        while not is_chosen:
-            losses_by_value = {}
-            for value in values:
-                loss_by_seed = measured.get(with_knob(settings, knob, value), {})
-                losses_by_value[value] = _losses_at_value(loss_by_seed, seeds)
-            next_to_screen = _next_to_screen(losses_by_value, seeds)
-            if next_to_screen is not None:
-                next_values, next_seeds = next_to_screen
-                return Tuning(sweeps, settings, knob, next_values, next_seeds)
-
-            # All losses are measured. Add values, add seeds, or choose a value.
-            swept = sweep.fit(losses_by_value, limits.choice)
+        swept, next_to_screen = _sweep(knob, grids[knob], settings, limits, measured, end)
+        if swept is not None:
             sweeps[knob] = swept
-            further_values = sweep.next_values(swept, ratio, limits.max_points, end)
-            if further_values:
-                values += further_values
-            elif len(seeds) < limits.max_seeds and _needs_seeds(swept, limits):
-                num_seeds = min(len(seeds) + len(limits.seeds), limits.max_seeds)
-                seeds = screening_seeds(limits, num_seeds)
-            else:
-                settings = with_knob(settings, knob, swept.chosen)
-                is_chosen = True
+        if next_to_screen is not None:
+            next_values, next_seeds = next_to_screen
+            return Tuning(sweeps, settings, knob, next_values, next_seeds)
+        settings = with_knob(settings, knob, sweeps[knob].chosen)
     return Tuning(sweeps, settings, knob=None, values=(), seeds=())
+
+
+def _sweep(
+    knob: str,
+    values: tuple[float, ...],
+    settings: Settings,
+    limits: TuningConfig,
+    measured: Measured,
+    end: float,
+) -> tuple[Sweep | None, tuple[tuple[float, ...], tuple[int, ...]] | None]:
+    """Sweeps one knob, as far as the measured losses allow.
+
+    Args:
+        knob: The knob.
+        values: Its first values.
+        settings: The values of the other knobs.
+        limits: The first seeds, and how far the values and seeds may grow.
+        measured: The losses so far, by settings and seed.
+        end: An upper limit that no value reaches.
+
+    Returns:
+        The sweep over the measured values; None if losses of the first values are missing.
+        The values and seeds to screen next; None if the sweep is complete.
+    """
+    swept = None
+    ratio = values[1] / values[0]
+    seeds = limits.seeds
+    while True:
+        losses_by_value = {}
+        for value in values:
+            loss_by_seed = measured.get(with_knob(settings, knob, value), {})
+            losses_by_value[value] = _losses_at_value(loss_by_seed, seeds)
+        next_to_screen = _next_to_screen(losses_by_value, seeds)
+        if next_to_screen is not None:
+            return swept, next_to_screen
+
+        # All losses are measured. Add values, add seeds, or end the sweep.
+        swept = sweep.fit(losses_by_value, limits.choice)
+        further_values = sweep.next_values(swept, ratio, limits.max_points, end)
+        if further_values:
+            values += further_values
+        elif len(seeds) < limits.max_seeds and _needs_seeds(swept, limits):
+            num_seeds = min(len(seeds) + len(limits.seeds), limits.max_seeds)
+            seeds = screening_seeds(limits, num_seeds)
+        else:
+            return swept, None
 
 
 def screening_seeds(limits: TuningConfig, number: int | None = None) -> tuple[int, ...]:
