@@ -44,7 +44,10 @@ class Family:
         self.looks[name] = look
 
     def judge(self) -> dict[Hashable, Judgement]:
-        """Returns the decision on each comparison, by name; see `decision.judge`."""
+        """Returns the decision on each comparison, by name; see `decision.judge`.
+
+        Its p values are corrected for `size` comparisons.
+        """
         return decision.judge(
             self.differences, diverged=self.diverged, planned=self.size, looks=self.looks
         )

@@ -70,7 +70,7 @@ def count_workers(
             a machine without GPUs, the workers then also have to fit into memory.
         runs_left: The planned runs without a result, longest first.
     """
-    gpus = _gpus()
+    gpus = _gpus()  # [] on a machine without GPUs
     if gpus is None:
         # The accelerator cannot be divided: one process drives all its chips.
         return 1
@@ -78,7 +78,8 @@ def count_workers(
     # How many workers fit on the machine?
     num_fitting = float(len(machine.usable_cores()))
     if gpus:
-        gpus_per_worker = math.prod(dataclasses.astuple(study.base.mesh))
+        mesh_sizes = dataclasses.astuple(study.base.mesh)  # such as (1, 2, 1, 1)
+        gpus_per_worker = math.prod(mesh_sizes)
         num_fitting = min(num_fitting, len(gpus) // gpus_per_worker)
     elif max_workers is None and runs_left:
         longest_run = runs_left[0]
@@ -87,7 +88,8 @@ def count_workers(
 
     # How many workers are needed? In a tuned study, each arm gets further runs as others finish.
     num_needed = len(runs_left)
-    if runs_left and study.tuning.seeds:
+    is_tuned = bool(study.tuning.seeds)
+    if runs_left and is_tuned:
         num_needed = max(num_needed, len(arms))
     num_workers = min(num_fitting, num_needed)
     if max_workers is not None:
@@ -123,7 +125,7 @@ def run(study: Study, workdir: str | Path, arms: list[PlannedArm], max_workers: 
     with StopRequest() as stop:
         # After a stop signal, this process waits until the workers have saved their state.
         stop.defer_exit()
-        task = (study, path, arms, sys.orig_argv)
+        task = (study, path, arms, sys.orig_argv)  # as `main` receives it
         last_crash = _train(num_workers, task, stop)
     runs_left = worker.runs_without_result(study, arms, path)
     if runs_left:
@@ -154,14 +156,8 @@ def _train(num_workers: int, task: tuple[Any, ...], stop: StopRequest) -> str | 
     refusals: list[str] = []  # the last lines of workers that refused the task
     last_crash = None
     is_stopping = False
-    cores_of_worker = machine.split_evenly(machine.usable_cores(), num_workers)
-    gpus_of_worker = machine.split_evenly(_gpus() or [], num_workers)
     try:
-        for i in range(num_workers):
-            environment = {}
-            if gpus_of_worker[i]:
-                environment['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
-            workers[i] = children.Child(COMMAND, cores_of_worker[i], environment)
+        _start(workers, num_workers)
         # A child takes seconds to start. All of them start at once, before any gets its task.
         for child in workers.values():
             child.send(*task)
@@ -201,8 +197,19 @@ def _train(num_workers: int, task: tuple[Any, ...], stop: StopRequest) -> str | 
     return last_crash
 
 
+def _start(workers: dict[int, children.Child], num_workers: int) -> None:
+    """Starts workers, which share the cores and GPUs of the machine, and adds them to `workers`."""
+    cores_of_worker = machine.split_evenly(machine.usable_cores(), num_workers)
+    gpus_of_worker = machine.split_evenly(_gpus() or [], num_workers)
+    for i in range(num_workers):
+        environment = {}
+        if gpus_of_worker[i]:
+            environment['CUDA_VISIBLE_DEVICES'] = ','.join(gpus_of_worker[i])
+        workers[i] = children.Child(COMMAND, cores_of_worker[i], environment)
+
+
 def _crash(number: int, exit_code: int) -> str:
-    """Describes how a worker crashed."""
+    """Says how a worker crashed, such as 'worker 2 crashed (exit code 1)'."""
     if exit_code < 0:  # minus the number of a signal
         return f'worker {number} crashed (ended by signal {-exit_code})'
     return f'worker {number} crashed (exit code {exit_code})'

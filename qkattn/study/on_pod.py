@@ -32,20 +32,20 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
         title = row_title(run.arm.key, keys)
         with waiting(study.name, f'compiling {title}'):
             description = dry_run.describe(run.config, topology)
-        memory = sum(description.memory.values())
+        memory = sum(description.memory.values())  # bytes
         state = description.memory['parameters'] + description.memory['optimizer state']
-        rows.append(
-            [
-                title,
-                f'{description.trials}',
-                f'{description.tokens:,}',
-                f'{state / GB:.3g}',
-                f'{memory / GB:.3g}',
-                f'{memory / description.capacity:.1%}',
-                f'{description.flops / 1e12:.3g}',
-                f'{1e3 * description.seconds:.3g}',
-            ]
-        )
+        milliseconds = 1e3 * description.seconds
+        row = [
+            title,
+            f'{description.trials}',
+            f'{description.tokens:,}',
+            f'{state / GB:.3g}',
+            f'{memory / GB:.3g}',
+            f'{memory / description.capacity:.1%}',
+            f'{description.flops / 1e12:.3g}',
+            f'{milliseconds:.3g}',
+        ]
+        rows.append(row)
         for note in description.notes:
             arms_by_note.setdefault(note, []).append(title)
 
@@ -55,7 +55,8 @@ def described_arms(study: Study, arms: Sequence[PlannedArm], topology: str) -> s
     columns += [(name, False) for name in names]
     lines = [text_table(columns, rows), 'state, memory and TFLOP are per device, and of one step']
     for note, arms_with_note in arms_by_note.items():
-        if len(arms_with_note) != len(rows):
+        is_of_all_arms = len(arms_with_note) == len(rows)
+        if not is_of_all_arms:
             note = f'{", ".join(arms_with_note)}: {note}'
         lines.append(note)
     return '\n'.join(lines)
@@ -65,8 +66,11 @@ def _largest_runs(planned: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Returns for each model the run with the most trials."""
     # The model of the arm, because settings that are tuned change neither memory nor FLOPs.
     largest: dict[object, PlannedRun] = {}  # by model
+    most_trials: dict[object, int] = {}  # of its largest run, by model
     for run in planned:
-        largest_so_far = largest.setdefault(run.arm.model, run)
-        if len(run.config.trials.trials()) > len(largest_so_far.config.trials.trials()):
-            largest[run.arm.model] = run
+        model = run.arm.model
+        num_trials = len(run.config.trials.trials())
+        if num_trials > most_trials.get(model, 0):
+            largest[model] = run
+            most_trials[model] = num_trials
     return list(largest.values())

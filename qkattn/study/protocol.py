@@ -40,7 +40,8 @@ def check_protocol(study: Study) -> None:
         raise ConfigError(
             f'destinations={study.destinations} have no effect with match=None; give one'
         )
-    if not study.tuning.seeds:
+    is_tuned = bool(study.tuning.seeds)
+    if not is_tuned:
         _check_untuned(study)
         return
 
@@ -59,6 +60,7 @@ def _check_untuned(study: Study) -> None:
         raise ConfigError(
             f'repeats={study.repeats!r} needs tuning.seeds: without them there is no verdict'
         )
+    # Such as {'expected': (), 'tuning.init_qks': (), ...}.
     settings_of_tuned_studies = {'expected': study.expected, **_model_grids(study)}
     for name, values in settings_of_tuned_studies.items():
         if values:
@@ -98,7 +100,7 @@ def _check_verdict_seeds(name: str, seeds: tuple[int, ...], tuning: TuningConfig
     """
     if len(seeds) < MIN_PAIRS:
         raise ConfigError(f'{name}={seeds} must be at least {MIN_PAIRS} seeds for a verdict')
-    all_screening_seeds = screening_seeds(tuning)
+    all_screening_seeds = screening_seeds(tuning)  # `tuning.seeds` and those it may draw
     shared_seeds = sorted(set(all_screening_seeds).intersection(seeds))
     if shared_seeds:
         raise ConfigError(
@@ -139,7 +141,10 @@ def _check_grids(study: Study) -> None:
 
 
 def _check_mesh(study: Study) -> None:
-    """Raises ConfigError unless `mesh.trial` divides all numbers of seeds."""
+    """Raises ConfigError unless `mesh.trial` divides all numbers of seeds.
+
+    The trials of a run are divided among `mesh.trial` devices.
+    """
     mesh_trial = study.base.mesh.trial
     seed_counts = (
         len(study.tuning.seeds),
@@ -155,7 +160,10 @@ def _check_mesh(study: Study) -> None:
 
 
 def _model_grids(study: Study) -> dict[str, tuple[float, ...]]:
-    """Returns the grids of model fields by name, such as 'tuning.init_qks'; () if not tuned."""
+    """Returns the grid of each model field by the name of its setting, such as 'tuning.init_qks'.
+
+    The grid is () if the field is not tuned.
+    """
     return {f'tuning.{knob}s': getattr(study.tuning, f'{knob}s') for knob in MODEL_KNOBS}
 
 

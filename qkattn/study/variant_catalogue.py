@@ -19,7 +19,11 @@ REFERENCE = ModelConfig(d_model=64, num_layers=1, num_heads=4, context=128)
 
 
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the description of every registered Score and Value, by kind and name."""
+    """Returns the description of every registered Score and Value, by kind and name.
+
+    For example, {'Score': {'qk': ..., ...}, 'Value': {'vo': ..., ...}}. Each Score is described
+    beside the Value 'vo', and each Value beside its `partner`, a Score.
+    """
     scores = {name: describe_circuit(name, 'vo') for name in SCORES}
     values = {name: describe_circuit(cls.partner, name, 'value') for name, cls in VALUES.items()}
     return {'Score': scores, 'Value': values}
@@ -29,7 +33,7 @@ def documented_variants() -> list[tuple[str, str]]:
     """Returns pairs (score, value) in which every Score and every Value appears."""
     variants = [(score, 'vo') for score in SCORES]
     variants += [(cls.partner, value) for value, cls in VALUES.items()]
-    return list(dict.fromkeys(variants))
+    return list(dict.fromkeys(variants))  # without duplicates
 
 
 def reference_spec(score: str, value: str) -> AttentionSpec:
@@ -63,17 +67,21 @@ def describe_circuit(score: str, value: str, circuit: str = 'score') -> dict[str
         array_names = list(score_cache)
     else:
         array_names = [name for name in layer_cache if name not in score_cache]
-    cache_sizes: list[str] = []
-    for name in array_names:  # such as 'k_BSKH', which has K*H floats per token
-        _, _, axes = name.rpartition('_BS')
-        cache_sizes.append('*'.join(axes))
-
     circuit_class = SCORES[score] if circuit == 'score' else VALUES[value]
     return {
         'equation': circuit_class.equation,
         'options': options_of(circuit_class),
         'parameters': getattr(layer, circuit).parameter_count,
-        'cache': ' + '.join(cache_sizes) or '0',
+        'cache': _floats_per_token(array_names),
         'rope': SCORES[score].supports_rope,
         'source': circuit_class.source,
     }
+
+
+def _floats_per_token(array_names: list[str]) -> str:
+    """Returns the size of a cache: ['k_BSKH', 'v_BSKH'] gives 'K*H + K*H', and [] gives '0'."""
+    sizes: list[str] = []
+    for name in array_names:
+        _, _, axes = name.rpartition('_BS')  # 'KH' of 'k_BSKH'
+        sizes.append('*'.join(axes))
+    return ' + '.join(sizes) or '0'

@@ -41,7 +41,8 @@ def table(catalogue: Catalogue, kind: str) -> str:
     lines = [f'| {" | ".join(cells)} |' for cells in rows]
     rule_below_titles = '|---' * len(titles) + '|'
     lines.insert(1, rule_below_titles)
-    return '\n'.join(lines).replace('*', '·')
+    text_of_table = '\n'.join(lines)
+    return text_of_table.replace('*', '·')  # '*' is markup in Markdown
 
 
 def markdown(catalogue: Catalogue) -> str:
