@@ -227,10 +227,10 @@ def _runs_and_settings(
         screening_runs = _screening_runs(study, arm, tuning)
         planned += screening_runs
         for run in screening_runs:
-            trials = results(run)
-            if trials is None:
+            trial_results = results(run)
+            if trial_results is None:
                 return planned, tuning.settings
-            _add_losses(measured, run, trials)
+            _add_losses(measured, run, trial_results)
         tuning = tune(grid_of_knob, study.tuning, measured, weight_decay_kind)
 
     seeds = study.base.trials.seeds
@@ -246,16 +246,16 @@ def _runs_and_settings(
 def _add_losses(
     measured: dict[Settings, dict[int, float | None]],
     run: PlannedRun,
-    trials: Iterable[Mapping[str, Any]],
+    trial_results: Iterable[Mapping[str, Any]],
 ) -> None:
     """Adds the validation losses of the trials of a screening run to `measured`.
 
     `measured` has the losses by settings and seed; None for a diverged trial.
     """
-    for trial in trials:
-        settings = _settings(run.config, trial['trial'])
+    for result in trial_results:
+        settings = _settings(run.config, result['trial'])
         loss_by_seed = measured.setdefault(settings, {})
-        loss_by_seed.update(_losses([trial], 'val_loss'))
+        loss_by_seed.update(_losses([result], 'val_loss'))
 
 
 def _screening_runs(study: Study, arm: PlannedArm, tuning: Tuning) -> list[PlannedRun]:
@@ -344,9 +344,9 @@ def _decided(
     """
     losses_by_arm: dict[ArmKey, dict[int, float | None]] = {}  # of finished verdict runs
     for run in planned:
-        trials = results(run) if run.stage == VERDICT else None
-        if trials:
-            losses_by_arm[run.arm.key] = _losses(trials, 'test_loss')
+        trial_results = results(run) if run.stage == VERDICT else None
+        if trial_results:
+            losses_by_arm[run.arm.key] = _losses(trial_results, 'test_loss')
 
     primary = [arm for arm in arms if arm.key.control is None]
     # P values are corrected for all comparisons of the study.
@@ -599,17 +599,18 @@ def _settings(config: Config, trial: Mapping[str, Any]) -> Settings:
     return (*trial_values, *model_values)
 
 
-def _losses(trials: Iterable[Mapping[str, Any]], field: str) -> dict[int, float | None]:
+def _losses(trial_results: Iterable[Mapping[str, Any]], field: str) -> dict[int, float | None]:
     """Returns the loss of each trial by seed; None for a diverged trial.
 
     Args:
-        trials: The results of the trials.
+        trial_results: The results of the trials.
         field: The name of the loss, such as 'test_loss'.
     """
     loss_by_seed: dict[int, float | None] = {}
-    for trial in trials:
-        seed = trial['trial']['seed']
-        loss_by_seed[seed] = trial[field] if trial['status'] == FINISHED else None
+    for result in trial_results:
+        seed = result['trial']['seed']
+        is_finished = result['status'] == FINISHED
+        loss_by_seed[seed] = result[field] if is_finished else None
     return loss_by_seed
 
 
@@ -708,24 +709,24 @@ def result_lines(study: Study, planned: Sequence[PlannedRun], results: Results) 
     """Returns the content of results.jsonl: one line for each trial of every finished run."""
     lines_of_runs = []
     for run in planned:
-        trials = results(run)
-        if trials is not None:
+        trial_results = results(run)
+        if trial_results is not None:
             run_fields = {'run': run.id, **_common_fields(study, run)}
-            lines_of_runs.append(_trial_lines(study, run_fields, trials))
+            lines_of_runs.append(_trial_lines(study, run_fields, trial_results))
     return ''.join(lines_of_runs)
 
 
 def _trial_lines(
-    study: Study, run_fields: Mapping[str, Any], trials: Iterable[Mapping[str, Any]]
+    study: Study, run_fields: Mapping[str, Any], trial_results: Iterable[Mapping[str, Any]]
 ) -> str:
     """Returns the lines of results.jsonl for the trials of one run.
 
     Args:
         study: The study.
-        run_fields: What the lines have in common: 'run' and the names of `_common_fields`.
-        trials: The results of the trials.
+        run_fields: The fields of the run: 'run' and those of `_common_fields`.
+        trial_results: The results of the trials.
     """
     fields = {'study': study.name, **run_fields}
     # results.jsonl has another name for the target than plan.jsonl.
     fields['target_parameters'] = fields.pop('target')
-    return ''.join(json.dumps({**fields, **trial}) + '\n' for trial in trials)
+    return ''.join(json.dumps({**fields, **result}) + '\n' for result in trial_results)
