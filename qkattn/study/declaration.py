@@ -217,7 +217,7 @@ def _continued(
     """
     try:
         records.check(earlier, records.STUDY)  # the types of its fields
-        earlier_base: Config = from_json(Config, earlier['base'], 'base.')
+        earlier_base: Config = from_json(Config, earlier['base'], prefix='base.')
     except UnknownFieldError as error:
         raise ConfigError(f'{file} has an {error}') from error
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -151,7 +151,8 @@ class _Worker:
             failed: The ids of runs that cannot be trained.
 
         Returns:
-            The run as `_to_json` returns it. _WAITED if no run is free, None if no run is left.
+            The run as JSON: its id ('run'), 'config', 'directory', and 'label' for messages.
+            _WAITED if no run is free, None if no run is left.
         """
         runs_left = [run for run in self._write_plan() if run.id not in failed]
         self.lease = None
@@ -222,14 +223,9 @@ class _Worker:
 
         Logs the holders of the runs if they have changed since the last call.
         """
-        holders = leases.holders(self.path / 'leases')  # by the id of the run
+        holders = leases.holders(self.path / 'leases')  # such as {RUN_ID: 'process 12 on host'}
         if holders and holders != self._last_holders:
-            directory_by_id = {run.id: run.directory for run in runs_left}
-            held_runs = []
-            for run_id, holder in holders.items():
-                run_name = directory_by_id.get(run_id, run_id)  # it may be none of `runs_left`
-                held_runs.append(f'{run_name}, held by {holder}')
-            log.info('waiting for %s', '; '.join(held_runs))
+            _log_holders(holders, runs_left)
         self._last_holders = holders
 
         seconds = _WAIT_FOR_OTHERS if holders else _WAIT_FOR_REFUSED
@@ -238,6 +234,16 @@ class _Worker:
             if any(self._is_finished(run) for run in runs_left):
                 return
             time.sleep(_TICK)
+
+
+def _log_holders(holders: Mapping[str, str], runs_left: list[PlannedRun]) -> None:
+    """Logs which runs are held, and by whom. `holders` has the holder of each run by its id."""
+    directory_by_id = {run.id: run.directory for run in runs_left}
+    held_runs = []
+    for run_id, holder in holders.items():
+        run_name = directory_by_id.get(run_id, run_id)  # a run that is not left has only its id
+        held_runs.append(f'{run_name}, held by {holder}')
+    log.info('waiting for %s', '; '.join(held_runs))
 
 
 def _to_json(run: PlannedRun) -> dict[str, Any]:
