@@ -171,8 +171,9 @@ def _train(num_workers: int, task: tuple[Any, ...], stop: StopRequest) -> str | 
                     child.stop()
             for i, child in list(workers.items()):
                 # Ask for the exit code first: the output of an ended child is complete.
-                exit_code = child.ended()
-                for line in child.lines(last=exit_code is not None):
+                exit_code = child.ended()  # None while it runs
+                has_ended = exit_code is not None
+                for line in child.lines(last=has_ended):
                     say(f'[{i}] {line}\n', sys.stderr)
                     last_line[i] = line
                 if exit_code is None:

@@ -437,7 +437,7 @@ def fewest_runs(study: Study, arms: Sequence[PlannedArm]) -> list[PlannedRun]:
 
 
 def _ideal_results(study: Study, run: PlannedRun) -> list[dict[str, Any]]:
-    """Returns made-up results for the trials of a run, by which a plan gets short.
+    """Returns made-up results for the trials of a run, with which the plan of a study is short.
 
     The validation loss is the squared distance from the middle of each grid, on a logarithmic
     scale. All test losses are equal, so all arms are equivalent.

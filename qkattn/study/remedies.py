@@ -46,7 +46,7 @@ def suggest_flags(study: Study, refusals: Sequence[Refusal], all_arms_match: All
         refusals: The arms without a match.
         all_arms_match: Returns whether all arms of a changed study can be matched at a size.
     """
-    # Controls at the baseline's shape need no match.
+    # Controls at the baseline's shape need no match, so no flag is tried with them.
     study = dataclasses.replace(study, controls=ControlsConfig(equal_shape=False))
 
     # Which variants could match at other sizes?
@@ -72,7 +72,8 @@ def suggest_flags(study: Study, refusals: Sequence[Refusal], all_arms_match: All
 
     # Try the destination d_ff with all variants.
     on_d_ff = dataclasses.replace(study, destinations=('d_ff',))
-    if all(all_arms_match(on_d_ff, size) for size in study.sizes):
+    all_match_on_d_ff = all(all_arms_match(on_d_ff, size) for size in study.sizes)
+    if all_match_on_d_ff:
         flag = f'--config.destinations={_quoted(on_d_ff.destinations)}'
         flags_by_arms.setdefault('all arms', []).append(flag)
 

@@ -103,7 +103,7 @@ def open_files(directory: str | Path) -> Path | StoredFiles:
     size, _ = version_of(logs_file)  # in bytes
     if size > MAX_LOGS:
         raise ReportError(f'{logs_file} has {size:,} bytes, more than {MAX_LOGS:,}; {_ADVICE}')
-    with read_errors(path):
+    with read_errors(path):  # failures of the system raise ReadError
         logs = logs_file.read_bytes()
         other_files = [_bytes_or_none(path / name) for name in WHOLE_FILES]
     return _same_stored_files(path, logs, tuple(other_files))

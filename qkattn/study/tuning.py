@@ -183,8 +183,7 @@ def _next_to_screen(
             missing_by_value[value] = missing_seeds
     if not missing_by_value:
         return None
-    first_value = next(iter(missing_by_value))
-    next_seeds = missing_by_value[first_value]
+    next_seeds = next(iter(missing_by_value.values()))  # those missing at the first value
     next_values = [value for value, missing in missing_by_value.items() if missing == next_seeds]
     return tuple(next_values), next_seeds
 

@@ -15,4 +15,6 @@ def definition_of(task: str) -> int:
 
 def is_current(group: Mapping[str, Any]) -> bool:
     """Returns whether a group of yardsticks.json has the current version."""
-    return group.get('definition', 1) == definition_of(group.get('task', ''))
+    version = group.get('definition', 1)  # groups of version 1 lack the field
+    task = group.get('task', '')
+    return version == definition_of(task)

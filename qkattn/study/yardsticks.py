@@ -83,7 +83,7 @@ def record(directory: str | Path, imports: Collection[str] | None = None) -> lis
     groups: list[_Record] = []
     runs: list[_Record] = []
     problems: list[str] = []
-    measured_by_data: dict[tuple, _Record] = {}  # see `_group_entry`
+    measured_by_data: dict[tuple, _Record] = {}  # shared by runs on the same data
     for planned, results in planned_and_results:
         run_id = planned['run']
         config: Config = from_json(Config, planned['config'])
