@@ -72,15 +72,19 @@ class TrainedArm:
     @property
     def split(self) -> str:
         """The split of the arm's loss: TEST, or VALIDATION if a trial has no test loss."""
-        return VALIDATION if self.over_seeds('test_loss') is None else TEST
+        test_loss = self.over_seeds('test_loss')
+        return VALIDATION if test_loss is None else TEST
 
     @property
     def loss(self) -> Estimate | None:
         """The mean loss of the `chosen` trials on `split`, nats/token."""
-        return self.over_seeds(f'{self.split}_loss')
+        return self.over_seeds(f'{self.split}_loss')  # 'test_loss' or 'val_loss'
 
     def over_seeds(self, field: str) -> Estimate | None:
-        """Returns the mean of a metric over the chosen trials; None if a trial lacks it."""
+        """Returns the mean of a metric over the chosen trials; None if a trial lacks it.
+
+        `field` is a name in `Trial.metrics`, such as 'val_loss'.
+        """
         values = [trial.metrics.get(field) for trial in self.chosen]
         if not values or None in values:
             return None
@@ -100,16 +104,17 @@ class TrainedArm:
 
     def losses(self, split: str) -> dict[int, float]:
         """Returns the losses of the chosen trials on TEST or VALIDATION, by seed; nats/token."""
-        return {seed: trial.metrics[f'{split}_loss'] for seed, trial in self.by_seed.items()}
+        field = f'{split}_loss'  # 'test_loss' or 'val_loss'
+        return {seed: trial.metrics[field] for seed, trial in self.by_seed.items()}
 
     @property
     def difference(self) -> Difference | None:
-        """The difference from the baseline."""
+        """The difference from the baseline; None if the arm is not compared with it."""
         return self.comparison.difference if self.comparison else None
 
     @property
     def is_settled(self) -> bool:
-        """Whether a longer training confirms the difference."""
+        """Whether longer training confirms the difference from the baseline."""
         return self.settling is not None and self.settling.code is Length.SETTLED
 
     @property
@@ -121,7 +126,8 @@ class TrainedArm:
     @property
     def num_diverged(self) -> int:
         """How many trials of the verdict run diverged."""
-        return sum(not trial.finished for trial in self.verdict_trials)
+        diverged = [trial for trial in self.verdict_trials if not trial.finished]
+        return len(diverged)
 
     @property
     def learning_rate(self) -> float | None:
@@ -136,8 +142,9 @@ class TrainedArm:
     @property
     def at_edge(self) -> bool:
         """Whether the best of several learning rates is the smallest or the largest."""
-        rates = self.learning_rates
-        return len(rates) > 1 and self.learning_rate in (rates[0], rates[-1])
+        rates = self.learning_rates  # ascending
+        has_several = len(rates) > 1
+        return has_several and self.learning_rate in (rates[0], rates[-1])
 
     @property
     def sweeps(self) -> Mapping[str, Sweep]:
@@ -146,7 +153,7 @@ class TrainedArm:
 
     @property
     def bounded_knobs(self) -> tuple[str, ...]:
-        """The tuned knobs whose optimum has an interval."""
+        """The tuned knobs whose optimum has a lower and an upper bound."""
         return tuple(knob for knob, sweep in self.sweeps.items() if sweep.optimum_low is not None)
 
     @property
@@ -167,11 +174,12 @@ class TrainedArm:
     @property
     def scales(self) -> bool:
         """Whether a scaling fit may use the arm's mean loss."""
+        has_loss = bool(self.chosen)
         # If seeds diverged, the mean over the other seeds is biased low.
         has_diverged = self.num_diverged > 0
         # If a rule is broken, the settings may be bad and the loss too high.
         breaks_rule = bool(self.blocks)
-        return bool(self.chosen) and not has_diverged and not breaks_rule
+        return has_loss and not has_diverged and not breaks_rule
 
 
 def with_baselines(
@@ -185,13 +193,13 @@ def with_baselines(
 def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     """Returns the arms of a study that have results.
 
-    Arms are ordered by size, corpus and kind of control, with the baseline first in each group.
-    Other arms are in the order of the study.
+    Arms are ordered by size, corpus and kind of control. In each group, the baseline is first, and
+    the other arms are in the order of the study.
     """
     trials_by_key: dict[ArmKey, list[Trial]] = {}
     for trial in study.trials:
         trials_by_key.setdefault(trial.run.key, []).append(trial)
-    # Declared arms come first. Arms that are trained longer are not declared.
+    # Each arm once, in this order. Arms that are trained longer have trials but are not declared.
     all_keys = dict.fromkeys([*study.arms, *trials_by_key])
     keys_with_results = [key for key in all_keys if key in trials_by_key]
     control_order = (None, *CONTROLS)  # `key.control` is None for an arm that is not a control
@@ -206,8 +214,10 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
 
     arm_by_key: dict[ArmKey, TrainedArm] = {}
     for key in sorted(keys_with_results, key=sort_key):
-        # The arm of a control sorts before the control, so it has been added.
-        primary = arm_by_key.get(key._replace(control=None))
+        primary = None
+        if key.control is not None:
+            # The arm that is controlled sorts before its control, so it has been added.
+            primary = arm_by_key.get(key._replace(control=None))
         arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
     return tuple(arm_by_key.values())
 
@@ -216,6 +226,7 @@ def _trained_arm(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> TrainedArm:
     """Builds an arm from its trials. For a control, `primary` is the arm that it controls."""
+    # Without tuning, each run of an arm has the stage SINGLE.
     verdict_stage = VERDICT if study.tuned else SINGLE
     verdict_trials = tuple(trial for trial in trials if trial.run.stage == verdict_stage)
     if study.tuned:
@@ -230,10 +241,11 @@ def _trained_arm(
         yardstick = None
 
     # An arm that is trained longer is compared with a baseline that is trained longer.
-    baseline_control = LONGER if key.control == LONGER else None
+    is_trained_longer = key.control == LONGER
+    baseline_control = LONGER if is_trained_longer else None
     return TrainedArm(
         key=key,
-        baseline_key=ArmKey(study.baseline, key.size, key.corpus, baseline_control),
+        baseline_key=key._replace(variant=study.baseline, control=baseline_control),
         trials=tuple(trials),
         verdict_trials=verdict_trials,
         chosen=chosen,
@@ -250,15 +262,18 @@ def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     trials_by_settings: dict[tuning.Settings, list[Trial]] = {}
     for trial in trials:
         trials_by_settings.setdefault(trial.settings, []).append(trial)
+
+    # The finished trials of each setting, in one of two lists.
     all_finished: list[list[Trial]] = []
     some_diverged: list[list[Trial]] = []
     for trials_at_settings in trials_by_settings.values():
         finished = [trial for trial in trials_at_settings if trial.finished]
-        if len(finished) == len(trials_at_settings):
+        num_diverged = len(trials_at_settings) - len(finished)
+        if num_diverged == 0:
             all_finished.append(finished)
         elif finished:
             some_diverged.append(finished)
-    candidates = all_finished if all_finished else some_diverged
+    candidates = all_finished or some_diverged
     if not candidates:
         return ()
 
@@ -272,7 +287,7 @@ def _at_best_setting(trials: Sequence[Trial]) -> tuple[Trial, ...]:
 def _tuning(
     study: TrainedStudy, key: ArmKey, trials: Sequence[Trial], primary: TrainedArm | None
 ) -> Tuning:
-    """Repeats the tuning of an arm from the results of its screening.
+    """Recomputes the tuning of an arm from the losses in its screening runs.
 
     Args:
         key: The key of the arm.
@@ -280,9 +295,10 @@ def _tuning(
         primary: For an arm that is trained longer, the same arm at the usual length.
     """
     screening_trials = [trial for trial in trials if trial.run.stage == SCREENING]
-    first_trial = screening_trials[0] if screening_trials else trials[0]
+    # A knob that is not tuned has the same value in all trials of the arm.
+    any_trial = screening_trials[0] if screening_trials else trials[0]
     grids: dict[str, tuple[float, ...]] = {}
-    for knob, value in zip(tuning.KNOBS, first_trial.settings, strict=True):
+    for knob, value in zip(tuning.KNOBS, any_trial.settings, strict=True):
         is_tuned = len(study.grids[knob]) > 1
         grids[knob] = study.grids[knob] if is_tuned else (value,)
     # Longer training starts from grids around the settings tuned at the usual length.
@@ -295,4 +311,6 @@ def _tuning(
     for trial in screening_trials:
         loss_by_seed = losses.setdefault(trial.settings, {})
         loss_by_seed[trial.seed] = trial.val_loss if trial.finished else None
-    return tuning.tune(grids, study.tuning, losses, study.base.optimizer.decay)
+    return tuning.tune(
+        grids, limits=study.tuning, measured=losses, decay=study.base.optimizer.decay
+    )

@@ -71,7 +71,10 @@ class Yardstick:
     is_current: bool  # whether this version defines the methods in the same way
 
     def best(self, split: str) -> tuple[str, float] | None:
-        """Returns the name and the loss of the best method on a split, if there is one."""
+        """Returns the name and loss of the method with the lowest loss on a split.
+
+        Returns None if no method has a loss on the split.
+        """
         loss_by_method = self.losses.get(split, {})
         if not loss_by_method:
             return None
@@ -120,18 +123,27 @@ class TrainedStudy(config.Study):
     def missing(self) -> tuple[ArmKey, ...]:
         """The declared and planned arms that have no results beyond screening."""
         planned_arms = [run.key for run in self.runs]
-        all_arms = dict.fromkeys([*self.arms, *planned_arms])
-        with_results = {run.key for run in self.runs if run.trials and run.stage != SCREENING}
-        return tuple(arm for arm in all_arms if arm not in with_results)
+        all_arms = dict.fromkeys([*self.arms, *planned_arms])  # each arm once, in this order
+        beyond_screening = [run for run in self.runs if run.stage != SCREENING]
+        arms_with_results = {run.key for run in beyond_screening if run.trials}
+        return tuple(arm for arm in all_arms if arm not in arms_with_results)
 
     def verdict_seeds(self, key: ArmKey) -> tuple[int, ...]:
-        """Returns the declared seeds of an arm's verdict run."""
-        if key.control == LONGER and self.controls.longer_seeds:
+        """Returns the declared seeds of an arm's verdict run.
+
+        Arms that are trained longer, as a control, may have seeds of their own.
+        """
+        is_trained_longer = key.control == LONGER
+        if is_trained_longer and self.controls.longer_seeds:
             return self.controls.longer_seeds
         return self.seeds
 
     def question_of(self, key: ArmKey) -> ArmKey:
-        """Returns a key for the arm that is the same in all studies (`chain.question`)."""
+        """Returns a key for the arm that is the same in all studies (`chain.question`).
+
+        The key of an arm in its study lacks what the study's arms have in common. For example,
+        'qk/no_o' becomes 'qk/no_o [d_ff]' if all arms spend the saved parameters on d_ff.
+        """
         declared = {
             'baseline': self.baseline,
             'destinations': self.destinations,
@@ -141,16 +153,20 @@ class TrainedStudy(config.Study):
 
     def look(self, key: ArmKey, other: ArmKey) -> int:
         """Counts the studies that compare two arms: this study and those that it repeats."""
+        # The keys of the two arms that are the same in all studies.
         questions = {self.question_of(key), self.question_of(other)}
-        num_earlier = 0
+        num_studies = 1  # this study
         for earlier in self.earlier:
             has_both_arms = questions.issubset(earlier.questions)
             if has_both_arms:
-                num_earlier += 1
-        return 1 + num_earlier
+                num_studies += 1
+        return num_studies
 
     def is_variant(self, label: str, variant: str) -> bool:
-        """Returns whether `variant` is a label, or is the label without its destination."""
+        """Returns whether `variant` is the label of an arm, with or without its destination.
+
+        For the label 'qk/no_o [d_ff]', both 'qk/no_o [d_ff]' and 'qk/no_o' are true.
+        """
         return variant in (label, self.bare(label))
 
     def bare(self, variant: str) -> str:
@@ -169,36 +185,33 @@ def load_study(directory: str | Path) -> TrainedStudy:
         ReportError: The study has no results, or a file of the study is missing or damaged.
     """
     directory = as_path(directory)
-    study_json = directory / 'study.json'
     files = stored.open_files(directory)  # the directory itself, or the archive of a stored study
-    if not directory.is_dir():
-        problem = 'is a file' if directory.exists() else 'does not exist'
-        raise ReportError(f'study directory {str(directory)!r} {problem}.')
-    if not study_json.exists():
-        raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
+    study_json = directory / 'study.json'
+    _require_study(directory, study_json)
 
     # Read what the study declares.
     study_ledger = ledger.read(directory / ledger.NAME)
     try:
-        declared = parse_file(study_json, {})
+        declared = parse_file(study_json, schema={})  # any object; its fields are checked next
         study = _declared_study(directory, files, study_ledger, declared)
     except ValueError as error:
         raise ReportError(f'{str(study_json)!r} cannot be read: {error}.') from error
 
     # Add its runs and their results.
-    problems = [*study.problems]  # `with_run_files` adds to it
+    problems = list(study.problems)
     try:
         planned_runs = _read_runs(study)
+        # This appends a sentence to `problems` for each damaged file.
         runs = [with_run_files(run, files, problems) for run in planned_runs]
     except RunDirectoryError as error:
-        raise ReportError(f'{error}') from error
+        raise ReportError(str(error)) from error
     yardsticks_json = directory / ledger.YARDSTICKS
     yardsticks = _read_yardsticks(yardsticks_json, study.baseline, planned_runs)
     if not any(run.trials for run in runs):
         raise ReportError(f'study {str(directory)!r} has no results yet.')
 
-    digests = ledger.run_digests(files)
-    altered_runs = study_ledger.altered(digests)
+    # The ledger has the digests of runs whose results somebody has looked at.
+    altered_runs = study_ledger.altered(ledger.run_digests(files))
     earlier_studies = chain.earlier_studies(directory, study_ledger, declared)
     return dataclasses.replace(
         study,
@@ -208,6 +221,15 @@ def load_study(directory: str | Path) -> TrainedStudy:
         altered=altered_runs,
         earlier=tuple(earlier_studies),
     )
+
+
+def _require_study(directory: Path, study_json: Path) -> None:
+    """Raises ReportError if `directory` is not a directory with the file `study_json`."""
+    if not directory.is_dir():
+        problem = 'is a file' if directory.exists() else 'does not exist'
+        raise ReportError(f'study directory {str(directory)!r} {problem}.')
+    if not study_json.exists():
+        raise ReportError(f'{str(study_json)!r} does not exist, so this is not a study directory.')
 
 
 def _declared_study(
@@ -229,20 +251,17 @@ def _declared_study(
             'arms': tuple[dict, ...],
         },
     )
-    # A tuned study has a grid for each tunable setting (knob), such as `learning_rates`.
-    tuning = record['tuning']
-    grids: dict[str, tuple[float, ...]] = {}
-    if tuning is not None:
-        check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
-        grids = {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
+    tuning = record['tuning']  # None for a study without tuning
+    grids = _initial_grids(tuning)
     problems = []
     if record['base_hash'] != fingerprint_of(record['base']):
         problems.append('base_hash of study.json is not the hash of its base')
 
-    # The other fields are read from the record.
+    # The other fields of the study are read from the record.
+    fields = {**record, 'match': record['matched']}
     study = read_dataclass(
         TrainedStudy,
-        record | {'match': record['matched']},
+        fields,
         base=read_base(record),
         tuning=read_dataclass(TuningConfig, tuning or {}),
         controls=read_dataclass(ControlsConfig, record['controls']),
@@ -260,9 +279,29 @@ def _declared_study(
     return study
 
 
+def _initial_grids(tuning: Any) -> dict[str, tuple[float, ...]]:
+    """Returns the initial grid of each tunable setting (knob).
+
+    For example, {'learning_rate': (0.001, 0.002), ...} is read from the field `learning_rates`.
+
+    Args:
+        tuning: The section `tuning` of study.json; None for a study without tuning.
+
+    Returns:
+        The grids by knob; {} without tuning.
+
+    Raises:
+        ValueError: A grid is missing or invalid. The message names the field.
+    """
+    if tuning is None:
+        return {}
+    check(tuning, {f'{knob}s': tuple[float, ...] for knob in KNOBS})
+    return {knob: tuple(tuning[f'{knob}s']) for knob in KNOBS}
+
+
 def _check_declared(study: TrainedStudy) -> None:
     """Raises ValueError, which names the field, if a value of study.json is invalid."""
-    check_section('tuning.', study.tuning)
+    check_section('tuning.', study.tuning)  # the values of each field `tuning.*`
     has_tuning = bool(study.grids)
     lacks_screening_seeds = has_tuning and not study.tuning.seeds
     if not study.seeds or lacks_screening_seeds:
@@ -274,7 +313,7 @@ def _check_declared(study: TrainedStudy) -> None:
     valid_by_field = {
         'size': study.sizes,
         'corpus': study.corpora,
-        'control': (None, *CONTROLS),
+        'control': (None, *CONTROLS),  # None for an arm that is not a control
     }
     for arm in study.arms:
         for field, valid_values in valid_by_field.items():
@@ -291,9 +330,10 @@ def read_base(record: Mapping[str, Any]) -> Config:
 
 
 def known_settings(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops settings that the config class `cls` does not have, as in results of other versions.
+    """Returns `values` without the settings that the config class `cls` does not have.
 
-    `values` may contain sections, which are nested dicts.
+    Results of other versions may have such settings. `values` may contain sections, which are
+    nested dicts.
     """
     type_by_field = typing.get_type_hints(cls)
     known: dict[str, Any] = {}
@@ -314,11 +354,27 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
     Raises:
         RunDirectoryError: A line is invalid or contradicts an earlier line.
     """
+    run_by_name = _read_plan(study)
+    trials_by_run = _read_trials(study, run_by_name)
+    runs = []
+    for run_name, run in run_by_name.items():
+        trials = trials_by_run.get(run_name, [])
+        runs.append(dataclasses.replace(run, trials=tuple(trials)))
+    return runs
+
+
+def _read_plan(study: TrainedStudy) -> dict[str, TrainedRun]:
+    """Reads the runs in plan.jsonl, by run name; {} if the file does not exist.
+
+    A repeated line counts once.
+
+    Raises:
+        RunDirectoryError: A line is invalid or contradicts an earlier line.
+    """
     run_by_name: dict[str, TrainedRun] = {}
-    trials_by_run: dict[str, dict[Hashable, Trial]] = {}  # by run name, then by seed and settings
 
     def add_run(record: Any) -> None:
-        """Adds a run from a line of plan.jsonl."""
+        """Adds a run from a line of the file."""
         run = parse_run(record)
         if run.key.declared not in study.arms:
             raise ValueError(f'{run.key} is not an arm that study.json declares')
@@ -328,40 +384,49 @@ def _read_runs(study: TrainedStudy) -> list[TrainedRun]:
         elif earlier_run != run:
             raise ValueError(f'run {run.name!r} is planned twice, differently')
 
+    plan = study.files / 'plan.jsonl'
+    if plan.exists():
+        read_lines(plan, schema={}, advice=_ADVICE, take=add_run)
+    return run_by_name
+
+
+def _read_trials(
+    study: TrainedStudy, run_by_name: Mapping[str, TrainedRun]
+) -> dict[str, list[Trial]]:
+    """Reads the trials in results.jsonl, by run name; {} if the file does not exist.
+
+    A repeated line counts once. `run_by_name` has the planned runs.
+
+    Raises:
+        RunDirectoryError: A line is invalid or contradicts an earlier line.
+    """
+    trials_by_run: dict[str, list[Trial]] = {}
+    trial_by_identity: dict[Hashable, Trial] = {}  # by run name, seed and settings
+
     def add_trial(record: Any) -> None:
-        """Adds a trial from a line of results.jsonl."""
-        check(record, {'run': str})
+        """Adds a trial from a line of the file."""
         run_name = record['run']
         if run_name not in run_by_name:
             raise ValueError(f'run {run_name!r} is not in plan.jsonl')
         trial = parse_trial(record, run_by_name[run_name])
-        trials_of_run = trials_by_run.setdefault(run_name, {})
-        seed_and_settings = (trial.seed, trial.settings)
-        earlier_trial = trials_of_run.get(seed_and_settings)
+        identity = (run_name, trial.seed, trial.settings)
+        earlier_trial = trial_by_identity.get(identity)
         if earlier_trial is None:
-            trials_of_run[seed_and_settings] = trial
+            trial_by_identity[identity] = trial
+            trials_by_run.setdefault(run_name, []).append(trial)
         elif earlier_trial != trial:
             raise ValueError(f'run {run_name!r} seed {trial.seed} has two results, which differ')
 
-    # A new study lacks these files.
-    plan = study.files / 'plan.jsonl'
-    if plan.exists():
-        read_lines(plan, {}, _ADVICE, add_run)
     results = study.files / 'results.jsonl'
     if results.exists():
-        read_lines(results, {}, _ADVICE, add_trial)
-
-    runs = []
-    for run_name, run in run_by_name.items():
-        trials = tuple(trials_by_run.get(run_name, {}).values())
-        runs.append(dataclasses.replace(run, trials=trials))
-    return runs
+        read_lines(results, schema={'run': str}, advice=_ADVICE, take=add_trial)
+    return trials_by_run
 
 
 def _read_yardsticks(
     path: Path, baseline: str, planned: Sequence[TrainedRun]
 ) -> dict[ArmKey, Yardstick] | None:
-    """Reads yardsticks.json.
+    """Reads yardsticks.json: what each baseline of a study has to beat.
 
     Args:
         path: The file.
@@ -390,34 +455,26 @@ def _yardsticks(
     """Returns the yardstick of each baseline, by baseline key.
 
     Args:
-        record: The content of yardsticks.json: the losses of each baseline's trials ('runs'), and
-            the results that each baseline has to beat ('groups').
+        record: The content of yardsticks.json. 'groups' has the results that each baseline has to
+            beat, and 'runs' the losses of the baselines' trials.
         baseline: The variant that is the baseline.
         arm_by_run: The arms of the planned runs, by run name.
 
     Raises:
         ValueError: A field is invalid. The message names the field.
     """
-    trials_by_baseline: dict[ArmKey, list[dict[str, Any]]] = {}
-    for run in record['runs']:
-        check(run, {'run': str, 'trials': tuple[dict, ...] | None})
-        key = parse_arm_key(run)
-        _check_recorded(run['run'], key, arm_by_run)
-        measured_trials = run['trials'] or ()  # None if the run could not be measured
-        for trial in measured_trials:
-            check(trial, _MEASURED)
-            trials_by_baseline.setdefault(key, []).append(trial)
-
+    trials_by_baseline = _measured_trials(record['runs'], arm_by_run)
     yardsticks = {}
     for group in record['groups']:
         check(group, {'run': str, 'size': str, 'corpus': str, 'longer': bool})
         control = LONGER if group['longer'] else None
         key = ArmKey(baseline, group['size'], group['corpus'], control)
         _check_recorded(group['run'], key, arm_by_run)
-        bleu = group.get('bleu', {})
-        check(bleu, dict.fromkeys(bleu, float))
+        bleu = group.get('bleu', {})  # by split; only for translation
+        check(bleu, dict.fromkeys(bleu, float))  # every value is a float
         trials = trials_by_baseline.get(key, [])
         context_gain, source_gain = _gains(trials)
+        # The other fields of the yardstick are read from the group.
         yardsticks[key] = read_dataclass(
             Yardstick,
             group,
@@ -429,11 +486,38 @@ def _yardsticks(
     return yardsticks
 
 
+def _measured_trials(
+    runs: Sequence[Any], arm_by_run: Mapping[str, ArmKey]
+) -> dict[ArmKey, list[dict[str, Any]]]:
+    """Returns the losses of each baseline's trials, by baseline key.
+
+    For example, a trial is {'loss': 4.1, 'early': 4.6, 'late': 4.0, 'shuffled': None}.
+
+    Args:
+        runs: The list 'runs' of yardsticks.json.
+        arm_by_run: The arms of the planned runs, by run name.
+
+    Raises:
+        ValueError: A field is invalid. The message names the field.
+    """
+    trials_by_baseline: dict[ArmKey, list[dict[str, Any]]] = {}
+    for run in runs:
+        check(run, {'run': str, 'trials': tuple[dict, ...] | None})
+        key = parse_arm_key(run)
+        _check_recorded(run['run'], key, arm_by_run)
+        measured_trials = run['trials'] or ()  # None if the run could not be measured
+        for trial in measured_trials:
+            check(trial, _MEASURED)
+            trials_by_baseline.setdefault(key, []).append(trial)
+    return trials_by_baseline
+
+
 def _gains(trials: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Returns the mean `context_gain` and `source_gain` over trials, if they were measured.
+    """Returns how much context and source sentences lower the loss, as means over trials.
 
     A trial has losses over all targets ('loss'), early and late in the context ('early', 'late'),
-    and with exchanged source sentences ('shuffled'). All but 'loss' may be None.
+    and with exchanged source sentences ('shuffled'). All but 'loss' may be None. A gain is None if
+    no trial has the losses for it.
     """
     context_gains = []
     source_gains = []
@@ -455,10 +539,10 @@ def _check_recorded(run: str, key: ArmKey, arm_by_run: Mapping[str, ArmKey]) -> 
         key: The arm in yardsticks.json.
         arm_by_run: The arms of the planned runs, by run name.
     """
-    # A longer training may leave the plan when arms are added.
-    if run not in arm_by_run and key.control == LONGER:
-        return
     planned_arm = arm_by_run.get(run)
+    is_trained_longer = key.control == LONGER
+    if planned_arm is None and is_trained_longer:
+        return  # longer training may leave the plan when arms are added
     if planned_arm != key:
         arm = planned_arm or 'no arm of this study'
         raise ValueError(f'run {run!r} is recorded for {key}, but planned for {arm}')
