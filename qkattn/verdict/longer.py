@@ -53,18 +53,19 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
     parent_directory = study.directory.resolve().parent
     for study_json in sorted(parent_directory.glob('*/study.json')):
         try:
-            record = parse_file(study_json, _SCHEMA)
-            base = read_base(record)
+            other = parse_file(study_json, _SCHEMA)
+            other_base = read_base(other)
         except ValueError:
             # Damaged studies are skipped; their own reports name the problem.
             continue
-        is_longer = base.train.num_steps >= TIMES * study.base.train.num_steps
-        has_same_settings = _settings_to_compare(base) == settings
-        has_same_baseline = record['baseline'] == study.baseline
+        is_longer = other_base.train.num_steps >= TIMES * study.base.train.num_steps
+        has_same_settings = _settings_to_compare(other_base) == settings
+        has_same_baseline = other['baseline'] == study.baseline
+        # Matching gives arms the baseline's cost by changing their sizes.
         has_same_matching = (
-            record['matched'] == study.match
-            and record['fill'] == study.fill
-            and tuple(record['destinations']) == study.destinations
+            other['matched'] == study.match
+            and other['fill'] == study.fill
+            and tuple(other['destinations']) == study.destinations
         )
         if is_longer and has_same_settings and has_same_baseline and has_same_matching:
             directories.append(study_json.parent)
@@ -74,10 +75,12 @@ def studies_beside(study: TrainedStudy) -> list[Path]:
 def _settings_to_compare(base: Config) -> dict[str, Any]:
     """Returns the settings that must not differ between the two studies, by name.
 
-    For example, {'model.d_model': 256, ...}. Settings and sections in _FREE are left out.
+    For example, {'model.d_model': 256, ...}. _FREE names the settings and sections that may differ,
+    such as 'train.num_steps' and 'trials'.
     """
     settings = {}
     for name, setting in flat(to_json(base)):
+        # The section 'trials' contains 'trials.seeds'.
         is_free = any(name == free or name.startswith(f'{free}.') for free in _FREE)
         if not is_free:
             settings[name] = setting
@@ -105,7 +108,8 @@ def settlings(
     """
     settling_by_arm = {}
     for arm in arms:
-        if not is_compared(arm.key, study.baseline) or arm.difference is None:
+        is_primary = is_compared(arm.key, study.baseline)  # neither a control nor the baseline
+        if not is_primary or arm.difference is None:
             continue
 
         # Find the same arm, trained longer: as a control of this study, and in other studies.
@@ -115,19 +119,29 @@ def settlings(
             longer_arms.append(control)
         longer_arms += _arms_beside(study, arm, beside)
 
-        longer_differences: list[Trained] = []
-        for longer_arm in longer_arms:
-            longer_difference = _trained_difference(longer_arm)
-            has_same_data = longer_arm.example.data == arm.example.data
-            if longer_difference is not None and has_same_data and _share_no_seed(arm, longer_arm):
-                longer_differences.append(longer_difference)
-        longest = max(longer_differences, key=lambda trained: trained.steps, default=None)
-
         is_equivalent = arm.verdict is not None and arm.verdict.decision is Decision.EQUIVALENT
         settling_by_arm[arm.key] = settle(
-            _trained_difference(arm), longest, study.margin, equivalent=is_equivalent
+            _trained_difference(arm),
+            _longest_difference(arm, longer_arms),
+            study.margin,
+            equivalent=is_equivalent,
         )
     return settling_by_arm
+
+
+def _longest_difference(arm: TrainedArm, longer_arms: Sequence[TrainedArm]) -> Trained | None:
+    """Returns the difference from the baseline after the longest training of an arm.
+
+    `longer_arms` are the same arm, trained longer. One of them counts only if it has the same data
+    and shares no seed with `arm`. Returns None if none of them counts.
+    """
+    longer_differences: list[Trained] = []
+    for longer_arm in longer_arms:
+        longer_difference = _trained_difference(longer_arm)
+        has_same_data = longer_arm.example.data == arm.example.data
+        if longer_difference is not None and has_same_data and _share_no_seed(arm, longer_arm):
+            longer_differences.append(longer_difference)
+    return max(longer_differences, key=lambda difference: difference.steps, default=None)
 
 
 def _trained_difference(arm: TrainedArm) -> Trained | None:
@@ -140,6 +154,7 @@ def _trained_difference(arm: TrainedArm) -> Trained | None:
         return None
     if difference.error_seeds is None or difference.error_evaluation is None:
         return None
+    # The two parts of the standard error are independent: error**2 is the sum of their squares.
     error = math.hypot(difference.error_seeds, difference.error_evaluation)
     return Trained(steps=arm.example.run.num_steps, mean=difference.mean, error=error)
 
@@ -147,11 +162,13 @@ def _trained_difference(arm: TrainedArm) -> Trained | None:
 def _share_no_seed(arm: TrainedArm, longer_arm: TrainedArm) -> bool:
     """Returns whether the differences of two arms have no seed in common.
 
-    The seeds include those that are pooled from earlier studies.
+    The seeds include those that are pooled from earlier studies. Both arms have a comparison with
+    their baseline.
     """
     assert arm.comparison is not None and longer_arm.comparison is not None
-    seeds = arm.comparison.differences.keys()
-    return seeds.isdisjoint(longer_arm.comparison.differences)
+    seeds = arm.comparison.differences.keys()  # `differences` are by seed
+    longer_seeds = longer_arm.comparison.differences.keys()
+    return seeds.isdisjoint(longer_seeds)
 
 
 def _longer_control(
@@ -160,12 +177,13 @@ def _longer_control(
     """Returns the control of this study that trains an arm longer, if it qualifies for a verdict.
 
     The control must not share seeds with the verdict on the arm. That verdict decides whether the
-    control is trained, so its seeds would be biased.
+    control is trained, so a difference on the same seeds would be biased.
 
     Args:
         arms: All arms of the study, with the controls.
         blocks: The remarks that withhold every verdict of the study.
     """
+    # Without `longer_seeds`, controls are trained on the seeds of the verdicts.
     longer_seeds = set(study.controls.longer_seeds)
     has_other_seeds = longer_seeds and longer_seeds.isdisjoint(study.seeds)
     if not study.tuned or not has_other_seeds:
@@ -178,7 +196,8 @@ def _longer_control(
         return None
     baseline = arm_by_key.get(control.baseline_key)
     verdict = judging.verdict_on_pair(study, control, baseline, blocks, num_comparisons=1)
-    return None if verdict.decision is Decision.NO_VERDICT else control
+    has_verdict = verdict.decision is not Decision.NO_VERDICT
+    return control if has_verdict else None
 
 
 def _arms_beside(
@@ -186,8 +205,8 @@ def _arms_beside(
 ) -> Iterator[TrainedArm]:
     """Yields the same arm of other studies that train it longer.
 
-    The other study must not share seeds with `study`. The arm needs a verdict there, and the same
-    parameter counts. `beside` holds the findings of the other studies.
+    `beside` holds the findings of these studies. The other study must not share seeds with `study`,
+    and the arm must have a verdict there and the same parameter counts.
     """
     for findings in beside:
         has_other_seeds = set(findings.study.seeds).isdisjoint(study.seeds)

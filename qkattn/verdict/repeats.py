@@ -48,23 +48,30 @@ def with_earlier_arms(
         earlier_arms: dict[str, TrainedArm] = {}
         for study_name, usable_arms in usable_by_study.items():
             earlier_arm = usable_arms.get(common_key)
-            if earlier_arm is None:
-                continue
-            has_same_settings = _training_settings(earlier_arm) == _training_settings(arm)
-            has_same_data = earlier_arm.example.data == arm.example.data
-            if has_same_settings and has_same_data:
+            if earlier_arm is not None and _is_trained_alike(earlier_arm, arm):
                 earlier_arms[study_name] = earlier_arm
         completed.append(dataclasses.replace(arm, earlier=earlier_arms))
     return tuple(completed)
 
 
+def _is_trained_alike(earlier_arm: TrainedArm, arm: TrainedArm) -> bool:
+    """Returns whether two arms have the same training settings and data."""
+    has_same_settings = _training_settings(earlier_arm) == _training_settings(arm)
+    # `example` is any trial of an arm, as all have the same data.
+    has_same_data = earlier_arm.example.data == arm.example.data
+    return has_same_settings and has_same_data
+
+
 def _usable_arms(findings: Findings) -> dict[ArmKey, TrainedArm]:
-    """Returns the arms of an earlier study that qualify for a verdict, by `question_of`."""
+    """Returns the arms of an earlier study that qualify for a verdict.
+
+    They are by `question_of`, which gives an arm the same key in all studies.
+    """
     study = findings.study
     arm_by_key = {}
     for arm in findings.every_arm:
         if _is_usable(study, arm):
-            common_key = study.question_of(arm.key)  # the same in all studies
+            common_key = study.question_of(arm.key)
             arm_by_key[common_key] = arm
     return arm_by_key
 
@@ -76,6 +83,7 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
     is_withheld = bool(arm.blocks)
     if is_trained_longer or is_withheld:
         return False
+    # The verdict run is complete if it has a trial for every declared seed.
     seeds = {trial.seed for trial in arm.verdict_trials}
     return seeds.issuperset(study.verdict_seeds(arm.key))
 
@@ -83,8 +91,10 @@ def _is_usable(study: TrainedStudy, arm: TrainedArm) -> bool:
 def _training_settings(arm: TrainedArm) -> dict[str, Any]:
     """Returns the settings that an arm is trained with, by name, such as 'model.d_model'.
 
-    Settings and sections in _OF_STUDY, such as 'trials', are left out.
+    Settings and sections in _OF_STUDY, such as 'trials', may differ between studies and are left
+    out.
     """
+    # Another version may have written settings that `Config` does not have.
     stored_settings = known_settings(Config, arm.example.run.config)
     config: Config = from_json(Config, stored_settings)
     # Replace d_ff=None by the default width, which compares equal to the same explicit width.

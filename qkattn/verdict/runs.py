@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def val_loss(self) -> float | None:
-        """Nats/token."""
+        """The validation loss, nats/token; None if the trial diverged."""
         return self.metrics['val_loss']
 
 
@@ -129,7 +129,7 @@ def parse_arm_key(record: Any) -> ArmKey:
     Raises:
         ValueError: A field is missing or has the wrong type.
     """
-    records.check(record, records.ARM_KEY)
+    records.check(record, records.ARM_KEY)  # the types of these four fields
     fields = {name: record[name] for name in records.ARM_KEY}
     return ArmKey(**fields)
 
@@ -144,13 +144,14 @@ def parse_run(record: Any) -> TrainedRun:
     check_run_directory(record)
     if record['trials'] < 1:
         raise ValueError(f"field 'trials' is {record['trials']}, expected 1 or more")
+    # The other fields of the run are read from the record.
     return records.read_dataclass(
         TrainedRun,
         record,
         name=record['run'],
         key=parse_arm_key(record),
         num_trials=record['trials'],
-        trials=(),
+        trials=(),  # they are in results.jsonl
     )
 
 
@@ -165,12 +166,12 @@ def parse_trial(record: Any, run: TrainedRun) -> Trial:
     """
     records.check_result(record)
     _check_planned(record, run)
-    # Tunable settings are stored with the trial or with the model.
+    # Tunable settings (knobs), such as the learning rate, belong to the trial or to the model.
     trial_settings = [record['trial'][knob] for knob in TRIAL_KNOBS]
     model_settings = [run.config['model'][knob] for knob in MODEL_KNOBS]
     declared_metrics = records.metrics_of(record)
     metrics = {field: record.get(field) for field in records.metric_fields(record)}
-    # The other fields are read from the record.
+    # The other fields of the trial are read from the record.
     return records.read_dataclass(
         Trial,
         record,
@@ -192,7 +193,7 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
     seed = result['trial']['seed']
     if seed not in run.seeds:
         raise ValueError(f'seed {seed} is not one of run {run.name!r}, which has {run.seeds}')
-    for knob in TRIAL_KNOBS:
+    for knob in TRIAL_KNOBS:  # such as 'learning_rate'
         value = result['trial'][knob]
         planned_values = run.config['trials'].get(f'{knob}s')  # such as trials.learning_rates
         if planned_values is not None and value not in planned_values:
@@ -204,7 +205,8 @@ def _check_planned(result: Mapping[str, Any], run: TrainedRun) -> None:
 def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> TrainedRun:
     """Adds to a run its log and its losses by document, from the files in its directory.
 
-    Only runs with results of all their trials have both. Other files of the directory are checked.
+    A run without results of all its trials stays as it is. Other files of the directory are only
+    checked.
 
     Args:
         run: The run, with its trials.
@@ -212,18 +214,10 @@ def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> Traine
         problems: Gets one more sentence for each bad file. The content of a bad file is not added
             to the run.
     """
-    directory = study / run.directory
-    for file_name, schema in records.RUN_FILES.items():
-        path = directory / file_name
-        try:
-            if path.exists():
-                content = records.parse_file(path, schema)
-                _check_run_file(file_name, content, run)
-        except ValueError as error:
-            problems.append(_describe_bad_file(run, study, file_name, error))
+    problems.extend(_problems_of_other_files(run, study))
 
-    # A run writes documents.json at its end.
-    documents_json = directory / 'documents.json'
+    directory = study / run.directory
+    documents_json = directory / 'documents.json'  # written at the end of a run
     if not run.trials and documents_json.exists():
         problems.append(f'results.jsonl lacks the results of {run.directory}, which has ended.')
     has_every_result = len(run.trials) == run.num_trials
@@ -237,8 +231,8 @@ def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> Traine
         problems.append(_describe_bad_file(run, study, 'metrics.jsonl', error))
 
     # Stored studies may keep only the SHA-256 of documents.json.
-    sha256_of_documents = left_out_documents(directory)
-    if sha256_of_documents:
+    sha256_of_left_out = left_out_documents(directory)  # None if the file itself is kept
+    if sha256_of_left_out:
         return run
     try:
         losses = records.parse_file(documents_json, {'validation': records.DOCUMENTS})
@@ -248,8 +242,28 @@ def with_run_files(run: TrainedRun, study: Files, problems: list[str]) -> Traine
     return run
 
 
+def _problems_of_other_files(run: TrainedRun, study: Files) -> list[str]:
+    """Returns a sentence for each bad file of a run among those that reports do not use.
+
+    These are config.json, provenance.json and result.json. `study` has the files of the study.
+    """
+    problems = []
+    for file_name, schema in records.RUN_FILES.items():
+        path = study / run.directory / file_name
+        try:
+            if path.exists():
+                content = records.parse_file(path, schema)
+                _check_run_file(file_name, content, run)
+        except ValueError as error:
+            problems.append(_describe_bad_file(run, study, file_name, error))
+    return problems
+
+
 def _describe_bad_file(run: TrainedRun, study: Files, name: str, error: ValueError) -> str:
-    """Returns a sentence that says why a file of a run could not be read."""
+    """Returns a sentence that says why a file of a run could not be read.
+
+    `name` is the name of the file, and `error` was raised while it was read.
+    """
     path = study / run.directory / name
     if not path.exists():
         return f'{run.directory} has results, but {name} is missing.'
@@ -259,9 +273,12 @@ def _describe_bad_file(run: TrainedRun, study: Files, name: str, error: ValueErr
 
 
 def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:
-    """Raises ValueError if the content of a file in RUN_FILES is that of another run."""
+    """Raises ValueError if the content of a file is that of another run.
+
+    The name of a run is the hash of its config, which result.json and config.json contain.
+    """
     if name == 'result.json':
-        for result in content:
+        for result in content:  # one for each trial
             records.check_config_hash(result, run.name)
     if name == 'config.json':
         if content['hash'] != run.name:
@@ -274,16 +291,18 @@ def _check_run_file(name: str, content: Any, run: TrainedRun) -> None:
 
 
 def _with_documents(run: TrainedRun, record: Any) -> TrainedRun:
-    """Adds to a run its losses by document.
+    """Adds to each trial of a run its losses by document.
 
     Args:
+        run: The run.
         record: The content of documents.json.
 
     Raises:
         ValueError: The losses do not agree with the results of the run.
     """
-    documents_by_split: list[dict[str, Documents]] = [{} for _ in run.trials]  # of each trial
-    for split, prefix in PREFIXES.items():  # such as 'validation' and 'val'
+    # For each trial, its losses by document on 'val' and 'test'.
+    documents_by_split: list[dict[str, Documents]] = [{} for _ in run.trials]
+    for split, prefix in PREFIXES.items():  # ('validation', 'val'), then ('test', 'test')
         losses = [trial.metrics[f'{prefix}_loss'] for trial in run.trials]
         if split in record:
             documents_by_trial = _documents_of_split(record[split], split, losses)
@@ -316,24 +335,8 @@ def _documents_of_split(
     names = tuple(record['documents'])
     tokens_C = np.array(record['tokens'])
     nats_by_trial = [None if row is None else np.array(row, float) for row in record['nats']]
-
-    shapes = {tokens_C.shape}
-    for nats_C in nats_by_trial:
-        if nats_C is not None:
-            shapes.add(nats_C.shape)
-    has_documents = len(names) > 0
-    has_distinct_names = len(set(names)) == len(names)
-    has_every_document = shapes == {(len(names),)}
     has_every_trial = len(nats_by_trial) == len(losses)
-    has_targets = bool((tokens_C > 0).all())
-    requirements = (
-        has_documents,
-        has_distinct_names,
-        has_every_document,
-        has_every_trial,
-        has_targets,
-    )
-    if not all(requirements):
+    if not has_every_trial or not _fit_together(names, tokens_C, nats_by_trial):
         raise ValueError(
             f'split {split!r} must have documents of different names, each with targets and '
             f'one number for each of {len(losses)} trials'
@@ -354,52 +357,89 @@ def _documents_of_split(
     return documents_by_trial
 
 
+def _fit_together(
+    names: Sequence[str], tokens_C: np.ndarray, nats_by_trial: Sequence[np.ndarray | None]
+) -> bool:
+    """Returns whether C documents have different names, targets and one loss for each trial.
+
+    Args:
+        names: The names of the documents.
+        tokens_C: The number of targets in each document.
+        nats_by_trial: For each trial, the loss of each document; None for a diverged trial.
+    """
+    shapes = {tokens_C.shape}
+    for nats_C in nats_by_trial:
+        if nats_C is not None:
+            shapes.add(nats_C.shape)
+    has_documents = len(names) > 0
+    has_distinct_names = len(set(names)) == len(names)
+    has_every_document = shapes == {(len(names),)}  # every array has C numbers
+    has_targets = bool((tokens_C > 0).all())
+    return has_documents and has_distinct_names and has_every_document and has_targets
+
+
 def _with_each(run: TrainedRun, field: str, values: Sequence[Any]) -> TrainedRun:
     """Sets a field of each trial of a run; `values` has one value for each trial."""
-    trials = tuple(
-        dataclasses.replace(trial, **{field: value})
-        for trial, value in zip(run.trials, values, strict=True)
-    )
-    return dataclasses.replace(run, trials=trials)
+    trials = []
+    for trial, value in zip(run.trials, values, strict=True):
+        change = {field: value}
+        trials.append(dataclasses.replace(trial, **change))
+    return dataclasses.replace(run, trials=tuple(trials))
 
 
 def _with_log(run: TrainedRun, log_records: list[dict[str, Any]]) -> TrainedRun:
-    """Adds to a run its validation losses by step.
+    """Adds to each trial of a run its validation losses by step.
 
     Args:
+        run: The run, with the results of its trials.
         log_records: The content of metrics.jsonl.
 
     Raises:
         ValueError: The log does not agree with the results of the run.
+    """
+    evaluations = _evaluations(log_records, run)
+
+    # The log ends with the results: on the validation split in the last evaluation, and all of
+    # them in the final record.
+    results = _results_by_field(run.trials)
+    any_trial = run.trials[0]
+    validation_fields = logged_fields(any_trial.declared_metrics, any_trial.corpora)
+    _check_logged(evaluations[-1], results, validation_fields)
+    _check_logged(log_records[-1], results, results.keys())
+
+    losses_by_step: list[dict[int, float]] = [{} for _ in run.trials]  # one dict for each trial
+    for evaluation in evaluations:
+        for trial_index, loss in enumerate(evaluation['val_loss']):
+            if loss is not None:  # None for a diverged trial
+                losses_by_step[trial_index][evaluation['step']] = loss
+    return _with_each(run, 'evaluations', losses_by_step)
+
+
+def _evaluations(log_records: list[dict[str, Any]], run: TrainedRun) -> list[dict[str, Any]]:
+    """Returns the evaluations in the log of a run, each with the validation loss of every trial.
+
+    For example, an evaluation is {'kind': 'eval', 'step': 100, 'val_loss': [4.1, None], ...}.
+
+    Raises:
+        ValueError: The log is not complete, or an evaluation lacks the loss of a trial.
     """
     evaluations = [record for record in log_records if record.get('kind') == 'eval']
     has_final_record = bool(log_records) and log_records[-1].get('kind') == 'final'
 
     last_evaluation_step = evaluations[-1]['step'] if evaluations else None
     final_step = log_records[-1]['step'] if has_final_record else None
-    if last_evaluation_step != run.num_steps or final_step != run.num_steps:
+    is_evaluated_at_end = last_evaluation_step == run.num_steps
+    is_final_at_end = final_step == run.num_steps
+    if not is_evaluated_at_end or not is_final_at_end:
         raise ValueError('it does not end with the last evaluation and the final record')
-    for record in evaluations:
-        records.check(record, {'val_loss': tuple[float | None, ...]})
-        if len(record['val_loss']) != len(run.trials):
+    for evaluation in evaluations:
+        records.check(evaluation, {'val_loss': tuple[float | None, ...]})
+        if len(evaluation['val_loss']) != len(run.trials):
             raise ValueError(
-                f'step {record["step"]} does not have one loss for each of {len(run.trials)} trials'
+                f'step {evaluation["step"]} does not have one loss for each of '
+                f'{len(run.trials)} trials'
             )
-
-    results = _results_by_field(run.trials)
-    first_trial = run.trials[0]
-    validation_fields = logged_fields(first_trial.declared_metrics, first_trial.corpora)
-    last_evaluation = evaluations[-1]
-    final_record = log_records[-1]
-    _check_logged(last_evaluation, results, validation_fields)
-    _check_logged(final_record, results, results.keys())
-
-    loss_by_step: list[dict[int, float]] = [{} for _ in run.trials]  # of each trial
-    for record in evaluations:
-        for trial_index, loss in enumerate(record['val_loss']):
-            if loss is not None:
-                loss_by_step[trial_index][record['step']] = loss
-    return _with_each(run, 'evaluations', loss_by_step)
+    return evaluations
 
 
 def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
@@ -409,7 +449,7 @@ def _results_by_field(trials: Sequence[Trial]) -> dict[str, list[Any]]:
         A list over trials for each field, such as {'val_loss': [1.41, 1.43], ...}.
     """
     results: dict[str, list[Any]] = {}
-    for field in trials[0].metrics:
+    for field in trials[0].metrics:  # the trials of a run have the same metrics
         results[field] = [trial.metrics[field] for trial in trials]
     results['trials'] = [trial.trial for trial in trials]
     results['eval_tokens'] = [trial.eval_tokens for trial in trials]
@@ -430,7 +470,8 @@ def _check_logged(
     for field in fields:
         logged = record.get(field)
         expected = results[field]
-        logged_by_trial = logged if isinstance(logged, list) else [logged] * len(expected)
+        is_by_trial = isinstance(logged, list)
+        logged_by_trial = logged if is_by_trial else [logged] * len(expected)
         if logged_by_trial != expected:
             raise ValueError(
                 f'it ends with {field} {logged!r:.80}, its results with {expected!r:.80}'

@@ -47,19 +47,21 @@ def load_findings(directory: str | Path) -> Findings:
         ReportError: The study cannot be read (`load_study`).
     """
     path = as_path(directory)
-    files = stored.open_files(path)
+    files = stored.open_files(path)  # `StoredFiles` if the logs are in an archive
     if isinstance(files, stored.StoredFiles):
         return _load_stored(path, files)
-    return find(load_study(path))
+    study = load_study(path)
+    return find(study)
 
 
 @functools.lru_cache(maxsize=32)
 def _load_stored(directory: Path, files: Files) -> Findings:
     """Computes the findings of a stored study, with a cache.
 
-    `files` is part of the cache key. Once a file of the study changes, `files` is another object.
+    `files` is only a part of the cache key: once a file of the study changes, it is another object.
     """
-    return find(load_study(directory))
+    study = load_study(directory)
+    return find(study)
 
 
 def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
@@ -73,17 +75,19 @@ def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
     Raises:
         ReportError: A repeated study cannot be read.
     """
-    arms = with_earlier_arms(study, arms_of(study), _earlier_findings(study))
+    earlier_findings = _earlier_findings(study)
+    arms = with_earlier_arms(study, arms_of(study), earlier_findings)
 
     # Apply the rules, and compare the arms with their baselines.
     remarks = rules.check(study, arms)
-    blocks = [remark for remark in remarks if remark.blocks and remark.arm is None]
+    general_remarks = [remark for remark in remarks if remark.arm is None]
+    blocks = [remark for remark in general_remarks if remark.blocks]  # no arm gets a verdict
     arms = _with_comparisons(study, arms, remarks)
 
     # Decide on the arms, and split their differences into parts.
     verdicts = judging.primary_verdicts(study, arms, blocks) if study.tuned else {}
     parts_by_arm = _decompositions(study, arms, blocks)
-    judged_arms = []
+    judged_arms: list[TrainedArm] = []
     for arm in arms:
         verdict = verdicts.get(arm.key)
         parts = parts_by_arm.get(arm.key, Decomposition())
@@ -120,9 +124,10 @@ def _longer_findings(study: TrainedStudy) -> list[Findings]:
     """
     longer_findings = []
     for path in longer.studies_beside(study):
-        with contextlib.suppress(ReportError):
+        with contextlib.suppress(ReportError):  # leaves out this study
             longer_study = load_study(path)
-            longer_findings.append(find(longer_study, read_longer=False))
+            findings = find(longer_study, read_longer=False)
+            longer_findings.append(findings)
     return longer_findings
 
 
@@ -162,24 +167,27 @@ def _decompositions(
     arm_by_key = {arm.key: arm for arm in arms}
     # A remark about the study as a whole blocks verdicts, but not estimates.
     blocks_of_every_arm = [remark for remark in blocks if remark.every_arm]
-    margin = study.margin
+
+    def difference(arm: TrainedArm | None, other: TrainedArm | None) -> Comparison | None:
+        return _estimate(arm, other, blocks_of_every_arm, study.margin)
+
     parts_by_arm = {}
-    for arm in arms:
-        if not is_compared(arm.key, study.baseline):
-            continue
+    primary_arms = [arm for arm in arms if is_compared(arm.key, study.baseline)]
+    for arm in primary_arms:
         bare_variant = study.bare(arm.variant)  # 'qk/no_o' for 'qk/no_o [d_ff]'
         same_shape_key = arm.key._replace(variant=bare_variant, control=SAME_SHAPE)
         longer_key = arm.key._replace(control=LONGER)
         longer_baseline_key = arm.baseline_key._replace(control=LONGER)
 
+        # Each of these is None if it has no results.
         baseline = arm_by_key.get(arm.baseline_key)
         same_shape = arm_by_key.get(same_shape_key)
         longer_arm = arm_by_key.get(longer_key)
         longer_baseline = arm_by_key.get(longer_baseline_key)
         parts_by_arm[arm.key] = Decomposition(
-            same_shape=_estimate(same_shape, baseline, blocks_of_every_arm, margin),
-            reinvesting=_estimate(arm, same_shape, blocks_of_every_arm, margin),
-            longer=_estimate(longer_arm, longer_baseline, blocks_of_every_arm, margin),
+            same_shape=difference(same_shape, baseline),
+            reinvesting=difference(arm, same_shape),
+            longer=difference(longer_arm, longer_baseline),
         )
     return parts_by_arm
 
@@ -193,33 +201,20 @@ def _estimate(
     """Compares two arms; returns None if an arm is missing or a remark prevents an estimate."""
     if arm is None or other is None:
         return None
+    # Some remarks withhold only the verdict, but still allow an estimate.
     blocks_of_pair = [*blocks_of_every_arm, *arm.blocks, *other.blocks]
-    if any(remark.code not in WITHHOLD_VERDICT_ONLY for remark in blocks_of_pair):
-        return None
-    return compare(arm, other, margin)
+    allows_estimate = all(remark.code in WITHHOLD_VERDICT_ONLY for remark in blocks_of_pair)
+    return compare(arm, other, margin) if allows_estimate else None
 
 
 def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, ...]:
     """Fits a scaling law, loss against parameters, to each variant on each corpus.
 
-    An arm is left out if its mean loss is biased, or if its baseline is not trained well enough.
+    Returns () if the study has a single size.
     """
     if len(study.sizes) < 2:
         return ()
-    untrained_baselines: set[ArmKey] = set()
-    for baseline in rules.baselines(study, arms):
-        reasons = rules.why_untrained(baseline)
-        if any(reasons):
-            untrained_baselines.add(baseline.key)
-
-    # Collect the arms by (variant, corpus), then by size.
-    arms_to_fit: dict[tuple[str, str], dict[str, TrainedArm]] = {}
-    for arm in arms:
-        is_control = arm.key.control is not None
-        if not is_control and arm.scales and arm.baseline_key not in untrained_baselines:
-            arm_by_size = arms_to_fit.setdefault((arm.variant, arm.corpus), {})
-            arm_by_size[arm.size] = arm
-
+    arms_to_fit = _arms_to_fit(study, arms)
     laws = {}
     for variant_and_corpus, arm_by_size in arms_to_fit.items():
         laws[variant_and_corpus] = _law(list(arm_by_size.values()))
@@ -227,13 +222,36 @@ def _scaling(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Scaling, 
     fits = []
     for (variant, corpus), arm_by_size in arms_to_fit.items():
         law = laws[variant, corpus]
+        worth = None  # for the baseline itself, and if none of its arms can be fitted
         baseline_by_size = arms_to_fit.get((study.baseline, corpus))
-        worth = None
         if variant != study.baseline and baseline_by_size is not None:
             baseline_law = laws[study.baseline, corpus]
             worth = _worth(arm_by_size, baseline_by_size, baseline_law)
         fits.append(Scaling(variant, corpus, law, worth))
     return tuple(fits)
+
+
+def _arms_to_fit(
+    study: TrainedStudy, arms: Sequence[TrainedArm]
+) -> dict[tuple[str, str], dict[str, TrainedArm]]:
+    """Returns the arms that a scaling law may use, by (variant, corpus), then by size.
+
+    An arm is left out if its mean loss is biased, or if its baseline is not trained well enough.
+    """
+    untrained_baselines: set[ArmKey] = set()
+    for baseline in rules.baselines(study, arms):
+        reasons = rules.why_untrained(baseline)
+        if any(reasons):
+            untrained_baselines.add(baseline.key)
+
+    arms_to_fit: dict[tuple[str, str], dict[str, TrainedArm]] = {}
+    for arm in arms:
+        is_control = arm.key.control is not None
+        has_trained_baseline = arm.baseline_key not in untrained_baselines
+        if not is_control and arm.scales and has_trained_baseline:
+            arm_by_size = arms_to_fit.setdefault((arm.variant, arm.corpus), {})
+            arm_by_size[arm.size] = arm
+    return arms_to_fit
 
 
 def _worth(
@@ -248,9 +266,10 @@ def _worth(
     """
     points = []  # (parameters, baseline's parameters, difference in loss) of each size
     for size, arm in arm_by_size.items():
-        if size in baseline_by_size and arm.difference:
-            baseline_parameters = _parameters(baseline_by_size[size])
-            points.append((_parameters(arm), baseline_parameters, arm.difference.mean))
+        baseline = baseline_by_size.get(size)
+        if baseline is not None and arm.difference is not None:
+            point = (_parameters(arm), _parameters(baseline), arm.difference.mean)
+            points.append(point)
     return scaling.multiplier(baseline_law, points)
 
 
@@ -259,8 +278,11 @@ def _law(arms: Sequence[TrainedArm]) -> scaling.Law | scaling.Problem:
     parameters = [_parameters(arm) for arm in arms]
     losses = [arm.loss for arm in arms if arm.loss]
     means = [loss.mean for loss in losses]
-    # The variance of the mean over seeds, averaged over sizes.
-    variances_of_mean = [(loss.sd or 0.0) ** 2 / loss.n for loss in losses]
+    # The variance of the mean over n seeds, sd**2 / n, averaged over sizes.
+    variances_of_mean = []
+    for loss in losses:
+        sd = loss.sd or 0.0  # None for a single seed
+        variances_of_mean.append(sd**2 / loss.n)
     variance = statistics.fmean(variances_of_mean)
     degrees_of_freedom = max(1, sum(loss.n - 1 for loss in losses))
     return scaling.fit(parameters, means, seeds=(variance, degrees_of_freedom))
