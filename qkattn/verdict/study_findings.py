@@ -78,25 +78,17 @@ def find(study: TrainedStudy, *, read_longer: bool = True) -> Findings:
     earlier_findings = _earlier_findings(study)
     arms = with_earlier_arms(study, arms_of(study), earlier_findings)
 
-    # Apply the rules, and compare the arms with their baselines.
+    # Apply the rules, compare the arms with their baselines, and decide on them.
     remarks = rules.check(study, arms)
     general_remarks = [remark for remark in remarks if remark.arm is None]
     blocks = [remark for remark in general_remarks if remark.blocks]  # no arm gets a verdict
     arms = _with_comparisons(study, arms, remarks)
-
-    # Decide on the arms, and split their differences into parts.
-    verdicts = judging.primary_verdicts(study, arms, blocks) if study.tuned else {}
-    parts_by_arm = _decompositions(study, arms, blocks)
-    judged_arms: list[TrainedArm] = []
-    for arm in arms:
-        verdict = verdicts.get(arm.key)
-        parts = parts_by_arm.get(arm.key, Decomposition())
-        judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts))
+    arms = _with_verdicts(study, arms, blocks)
 
     # Compare the differences with the differences after longer training.
     longer_findings = _longer_findings(study) if read_longer and study.tuned else []
-    settlings = longer.settlings(study, judged_arms, blocks, longer_findings)
-    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in judged_arms)
+    settlings = longer.settlings(study, arms, blocks, longer_findings)
+    arms = tuple(dataclasses.replace(arm, settling=settlings.get(arm.key)) for arm in arms)
     return Findings(
         study=study,
         arms=tuple(arm for arm in arms if arm.key.control is None),
@@ -143,6 +135,23 @@ def _with_comparisons(
         own_remarks = tuple(remark for remark in remarks if remark.arm == arm.key)
         completed.append(dataclasses.replace(arm, comparison=comparison, remarks=own_remarks))
     return tuple(completed)
+
+
+def _with_verdicts(
+    study: TrainedStudy, arms: Sequence[TrainedArm], blocks: Sequence[Remark]
+) -> tuple[TrainedArm, ...]:
+    """Adds to each arm its verdict, and the parts of its difference from the baseline.
+
+    Only a tuned study has verdicts. `blocks` are the remarks that withhold every verdict.
+    """
+    verdicts = judging.primary_verdicts(study, arms, blocks) if study.tuned else {}
+    parts_by_arm = _decompositions(study, arms, blocks)
+    judged_arms = []
+    for arm in arms:
+        verdict = verdicts.get(arm.key)
+        parts = parts_by_arm.get(arm.key, Decomposition())
+        judged_arms.append(dataclasses.replace(arm, verdict=verdict, parts=parts))
+    return tuple(judged_arms)
 
 
 def _decompositions(

@@ -202,6 +202,21 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
     # Each arm once, in this order. Arms that are trained longer have trials but are not declared.
     all_keys = dict.fromkeys([*study.arms, *trials_by_key])
     keys_with_results = [key for key in all_keys if key in trials_by_key]
+    arm_by_key: dict[ArmKey, TrainedArm] = {}
+    for key in _sorted_keys(study, keys_with_results):
+        primary = None
+        if key.control is not None:
+            # The arm that is controlled sorts before its control, so it has been added.
+            primary = arm_by_key.get(key._replace(control=None))
+        arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
+    return tuple(arm_by_key.values())
+
+
+def _sorted_keys(study: TrainedStudy, keys: Sequence[ArmKey]) -> list[ArmKey]:
+    """Sorts arms by size, corpus and kind of control, with the baseline first in each group.
+
+    Arms that are equal in all of these keep their order.
+    """
     control_order = (None, *CONTROLS)  # `key.control` is None for an arm that is not a control
 
     def sort_key(key: ArmKey) -> tuple[int, int, int, bool]:
@@ -212,14 +227,7 @@ def arms_of(study: TrainedStudy) -> tuple[TrainedArm, ...]:
             key.variant != study.baseline,  # False, for the baseline, sorts first
         )
 
-    arm_by_key: dict[ArmKey, TrainedArm] = {}
-    for key in sorted(keys_with_results, key=sort_key):
-        primary = None
-        if key.control is not None:
-            # The arm that is controlled sorts before its control, so it has been added.
-            primary = arm_by_key.get(key._replace(control=None))
-        arm_by_key[key] = _trained_arm(study, key, trials_by_key[key], primary)
-    return tuple(arm_by_key.values())
+    return sorted(keys, key=sort_key)
 
 
 def _trained_arm(

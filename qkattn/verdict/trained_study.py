@@ -108,7 +108,7 @@ class TrainedStudy(config.Study):
     @property
     def tuned(self) -> bool:
         """Whether the arms are tuned; a study has verdicts only if they are."""
-        return bool(self.tuning.seeds)
+        return bool(self.tuning.seeds)  # the seeds of screening runs
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -165,7 +165,8 @@ class TrainedStudy(config.Study):
     def is_variant(self, label: str, variant: str) -> bool:
         """Returns whether `variant` is the label of an arm, with or without its destination.
 
-        For the label 'qk/no_o [d_ff]', both 'qk/no_o [d_ff]' and 'qk/no_o' are true.
+        For example, both 'qk/no_o [d_ff]' and 'qk/no_o' are the variant with the label
+        'qk/no_o [d_ff]'.
         """
         return variant in (label, self.bare(label))
 
@@ -240,25 +241,23 @@ def _declared_study(
     Raises:
         ValueError: A field is invalid. The message names the field.
     """
-    check(
-        record,
-        {
-            'base': {'model': {'kind': str}},
-            'base_hash': str,
-            'controls': dict,
-            'matched': str | None,
-            'tuning': dict | None,
-            'arms': tuple[dict, ...],
-        },
-    )
+    schema = {
+        'base': {'model': {'kind': str}},
+        'base_hash': str,
+        'controls': dict,
+        'matched': str | None,
+        'tuning': dict | None,
+        'arms': tuple[dict, ...],
+    }
+    check(record, schema)
     tuning = record['tuning']  # None for a study without tuning
     grids = _initial_grids(tuning)
     problems = []
     if record['base_hash'] != fingerprint_of(record['base']):
         problems.append('base_hash of study.json is not the hash of its base')
 
-    # The other fields of the study are read from the record.
-    fields = {**record, 'match': record['matched']}
+    # Fields that are not given here are read from the record.
+    fields = {**record, 'match': record['matched']}  # named `match` in a study
     study = read_dataclass(
         TrainedStudy,
         fields,
@@ -272,7 +271,7 @@ def _declared_study(
         files=files,
         declaration=ledger.declaration_digest(record),
         ledger=study_ledger,
-        altered={},
+        altered={},  # this and `earlier` need further files
         earlier=(),
     )
     _check_declared(study)
@@ -376,6 +375,7 @@ def _read_plan(study: TrainedStudy) -> dict[str, TrainedRun]:
     def add_run(record: Any) -> None:
         """Adds a run from a line of the file."""
         run = parse_run(record)
+        # An arm that is trained longer is declared at the usual length.
         if run.key.declared not in study.arms:
             raise ValueError(f'{run.key} is not an arm that study.json declares')
         earlier_run = run_by_name.get(run.name)
