@@ -149,15 +149,23 @@ def beam_search(
     impossible_BK = jnp.full((B, K), -jnp.inf, dtype)
     # Start with one possible hypothesis per row. K copies would all have the same extensions.
     nats_BK = impossible_BK.at[:, 0].set(0)
-    none_finished = Hypotheses(no_tokens_BKT, zeros_BK, impossible_BK)
-    state = _State(no_tokens_BKT, nats_BK, none_finished)
-    extend = functools.partial(_extend, separator=separator, divisors_T=divisors_T)
-    state = decode(logits_MV, cache, step, extend, state, T, is_any_row_not_done)
+    none_finished = Hypotheses(no_tokens_BKT, lengths_BK=zeros_BK, scores_BK=impossible_BK)
+    state = decode(
+        logits_MV,
+        cache,
+        step,
+        choose=functools.partial(_extend, separator=separator, divisors_T=divisors_T),
+        state=_State(no_tokens_BKT, nats_BK, none_finished),
+        num_tokens=T,
+        not_done=is_any_row_not_done,
+    )
 
     # Unfinished hypotheses have T tokens, except in rows that are done.
     is_not_done_B1 = _not_done(state)[:, None]
     unfinished_scores_BK = jnp.where(is_not_done_B1, state.nats_BK / divisors_T[-1], -jnp.inf)
-    unfinished = Hypotheses(state.tokens_BKT, zeros_BK + T, unfinished_scores_BK)
+    unfinished = Hypotheses(
+        state.tokens_BKT, lengths_BK=zeros_BK + T, scores_BK=unfinished_scores_BK
+    )
     return _best(state.finished, unfinished)
 
 
@@ -243,6 +251,7 @@ def _extensions(
 
 def _not_done(state: _State) -> jax.Array:
     """Returns not_done_B: fewer than K hypotheses are finished, and some are unfinished."""
+    # A score or log-probability of -inf marks a place without a hypothesis.
     has_free_place_B = jnp.any(state.finished.scores_BK == -jnp.inf, axis=1)
     has_unfinished_B = jnp.any(state.nats_BK != -jnp.inf, axis=1)
     return has_free_place_B & has_unfinished_B
@@ -255,7 +264,11 @@ def _best(first: Hypotheses, second: Hypotheses) -> Hypotheses:
     lengths_BC = jnp.concatenate([first.lengths_BK, second.lengths_BK], axis=1)
     scores_BC = jnp.concatenate([first.scores_BK, second.scores_BK], axis=1)
     scores_BK, chosen_BK = jax.lax.top_k(scores_BC, K)
-    return Hypotheses(_take(tokens_BCT, chosen_BK), _take(lengths_BC, chosen_BK), scores_BK)
+    return Hypotheses(
+        tokens_BKT=_take(tokens_BCT, chosen_BK),
+        lengths_BK=_take(lengths_BC, chosen_BK),
+        scores_BK=scores_BK,
+    )
 
 
 def _take(array_BC: jax.Array, index_BK: jax.Array) -> jax.Array:

@@ -34,6 +34,8 @@ class Norm(nnx.Module):
         self.b_D = nnx.Param(jnp.zeros((D,), jnp.float32)) if has_bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the normalized stream, in the dtype of x."""
+        # The mean and the RMS are computed in float32 or wider.
         wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
         if self.centered:
             wide_BTD = wide_BTD - wide_BTD.mean(-1, keepdims=True)
@@ -91,6 +93,7 @@ class MLP(nnx.Module):
         self.b_gate_F = nnx.Param(jnp.zeros((F,), jnp.float32)) if has_gate_bias else None
 
     def __call__(self, x_BTD: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
+        """Returns the output of the MLP; without a key there is no dropout."""
         activation = ACTIVATIONS[self.activation]
         hidden_BTF = project(x_BTD, self.w_in_DF, self.b_in_F)
         if self.w_gate_DF is None:
@@ -130,6 +133,8 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, mask: Mask, dropout_key: jax.Array | None = None
     ) -> jax.Array:
+        """Returns the stream after the layer; without a key there is no dropout."""
+        # `probability_key` drops attention probabilities, the others the outputs of a branch.
         probability_key, attention_key, mlp_key = split_key(dropout_key, 3)
         attend = functools.partial(
             self.attention,
@@ -142,6 +147,7 @@ class Block(nnx.Module):
 
     def at(self, layer: int | jax.Array) -> 'Block':
         """Returns a copy of the block for layer number `layer`, counted from 0."""
+        # A tree map makes further modules with the same arrays, so `self` stays as it is.
         copy = jax.tree.map(lambda leaf: leaf, self)
         for name, module in vars(self).items():
             if isinstance(module, Attention):

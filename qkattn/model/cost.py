@@ -87,7 +87,8 @@ def _flops_per_token(config: ModelConfig, program: Callable) -> float:
         inputs['source_BS'] = jax.ShapeDtypeStruct((1, config.encoder.context), jnp.int32)
     jaxpr = jax.make_jaxpr(program)(abstract_model(config), inputs).jaxpr
     # XLA removes products that no output depends on, such as the keys of absorbed latents.
-    used_jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    all_outputs = [True] * len(jaxpr.outvars)
+    used_jaxpr, _ = dce_jaxpr(jaxpr, used_outputs=all_outputs)
     return _matmul_flops(used_jaxpr) / config.context
 
 
@@ -142,7 +143,8 @@ def _inner_jaxprs(equation: JaxprEqn) -> list[Jaxpr]:
 
 def _dot_general_flops(equation: JaxprEqn) -> int:
     """Returns the FLOPs of a matrix product, two per output element and contracted element."""
-    (left_contracted_axes, _), _ = equation.params['dimension_numbers']
+    contracted_axes, _ = equation.params['dimension_numbers']
+    left_contracted_axes, _ = contracted_axes  # one tuple for each of the two matrices
     left_shape = equation.invars[0].aval.shape  # type: ignore[attr-defined]
     output_shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
     contracted_size = math.prod(left_shape[axis] for axis in left_contracted_axes)

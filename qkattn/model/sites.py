@@ -216,7 +216,9 @@ def _bare_array(layer: Attention) -> str | None:
     """
     for path, node in nnx.iter_graph(layer):
         if isinstance(node, jax.Array | np.ndarray):
-            return '.'.join(str(name) for name in path[1:])  # without 'score' or 'value'
+            # A path such as ('score', 'table'), whose first name is the part of the layer.
+            names_in_part = path[1:]
+            return '.'.join(str(name) for name in names_in_part)
     return None
 
 
