@@ -113,11 +113,18 @@ def generate(
         step_key = jax.random.fold_in(key, t)
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(B))
         tokens_B = choose(logits_BV, keys_B, temperature=temperature).astype(jnp.int32)
-        return Choice(tokens_BT.at[:, t].set(tokens_B), tokens_B, rows_M=None)
+        all_tokens_BT = tokens_BT.at[:, t].set(tokens_B)
+        return Choice(state=all_tokens_BT, tokens_M=tokens_B, rows_M=None)
 
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size)
-    no_tokens_BT = jnp.zeros((B, num_tokens), jnp.int32)
-    return decode(logits_BV, cache, step, next_tokens, no_tokens_BT, num_tokens)
+    return decode(
+        logits_BV,
+        cache,
+        step,
+        choose=next_tokens,
+        state=jnp.zeros((B, num_tokens), jnp.int32),
+        num_tokens=num_tokens,
+    )
 
 
 @_with_checked_ids
@@ -175,7 +182,7 @@ def _prefill_prompts(
     vocab_size: int | None,
     source: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache, Step]:
-    """Checks the arguments, and runs the model over the prompts.
+    """Checks the arguments, and runs the model over the prompts and the source, if any.
 
     Returns:
         logits_BV: The logits of the first new token.

@@ -65,7 +65,8 @@ def token_scores(
     targets_BT = tokens_BT[:, 1:]
     logits_BTV = model(tokens_BT[:, :-1])[..., :vocab_size]
     nats_BT = cross_entropy(logits_BTV, targets_BT)
-    return -nats_BT, logits_BTV.argmax(-1) == targets_BT
+    is_argmax_BT = logits_BTV.argmax(-1) == targets_BT
+    return -nats_BT, is_argmax_BT
 
 
 class _Rows(NamedTuple):
@@ -111,6 +112,7 @@ def continued(
     def step(
         tokens_B: jax.Array, rows_B: jax.Array | None, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
+        """Appends a token to each row; returns the next logits_BV and the cache."""
         return prefill(model, tokens_B[:, None], cache)
 
     def next_token(t: jax.Array, logits_BV: jax.Array, rows: _Rows) -> Choice:
@@ -126,14 +128,22 @@ def continued(
             tokens_BT=rows.tokens_BT.at[:, position].set(token_B),
             is_done_B=rows.is_done_B | chose_separator_B | is_at_end_B,
         )
-        return Choice(rows, token_B, rows_M=None)
+        return Choice(state=rows, tokens_M=token_B, rows_M=None)
 
     def not_done(rows: _Rows) -> jax.Array:
         return ~rows.is_done_B.all()
 
     rows = _Rows(tokens_BT, is_done_B=jnp.zeros(B, bool))
     num_steps = ends_B.max() - prefix
-    rows = decode(logits_BV, cache, step, next_token, rows, num_steps, not_done)
+    rows = decode(
+        logits_BV,
+        cache,
+        step,
+        choose=next_token,
+        state=rows,
+        num_tokens=num_steps,
+        not_done=not_done,
+    )
     return rows.tokens_BT
 
 
@@ -347,7 +357,7 @@ class TextModel:
     def continuations_of_batch(
         self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]
     ) -> list[list[int]]:
-        """Does what `continuations` does, for at most `batch_size` prompts."""
+        """Returns the greedy continuations of at most `batch_size` prompts, as `continuations`."""
         lengths_B = np.array([len(prompt) for prompt in prompts])
         ends_B = lengths_B + np.array(num_tokens)
 
@@ -379,7 +389,8 @@ class TextModel:
         continuations = []
         continued_rows = np.asarray(tokens_BT)
         for b in range(len(prompts)):
-            tokens = continued_rows[b, lengths_B[b] : ends_B[b]].tolist()
+            row = continued_rows[b]
+            tokens = row[lengths_B[b] : ends_B[b]].tolist()
             if separator in tokens:
                 tokens = tokens[: tokens.index(separator)]
             continuations.append(tokens)

@@ -150,7 +150,7 @@ def scan_layers(
     unroll = max(1, config.unroll // P)
     carry, _ = jax.lax.scan(iteration, carry, scanned_inputs, unroll=unroll)
 
-    # The first `num_left` stacks have one more layer.
+    # The first `num_left` stacks have one more layer, with index `num_iterations` in the stack.
     left_inputs = _items(inputs[:num_left], num_iterations)
     carry, _ = iteration(carry, left_inputs)
     return carry
@@ -183,6 +183,7 @@ def run_blocks(
     """
 
     def run_layer(x_BTD: jax.Array, block: Block, key: jax.Array | None) -> jax.Array:
+        """Runs one layer, with its input and output on the devices of the mesh, if any."""
         x_BTD = apply_placement(x_BTD, 'BTD')
         out_BTD = block(x_BTD, mask, key, **shared)
         return apply_placement(out_BTD, 'BTD')
