@@ -65,8 +65,9 @@ def token_scores(
     targets_BT = tokens_BT[:, 1:]
     logits_BTV = model(tokens_BT[:, :-1])[..., :vocab_size]
     nats_BT = cross_entropy(logits_BTV, targets_BT)
+    log_probabilities_BT = -nats_BT
     is_argmax_BT = logits_BTV.argmax(-1) == targets_BT
-    return -nats_BT, is_argmax_BT
+    return log_probabilities_BT, is_argmax_BT
 
 
 class _Rows(NamedTuple):
