@@ -38,44 +38,22 @@ def compare(arm: TrainedArm, other: TrainedArm, margin: float) -> Comparison | N
     own_sample = _sample(arm, other, split)
     if not own_sample.seeds:
         return None
-    samples = [own_sample]
-    num_pooled: dict[str, int] = {}
-    for study_name, (earlier_arm, earlier_other) in _earlier_pairs(arm, other).items():
-        sample = _sample(earlier_arm, earlier_other, split)
-        if sample.can_be_pooled_with(own_sample):
-            samples.append(sample)
-            num_pooled[study_name] = len(sample.seeds)
+    earlier_samples = _earlier_samples(arm, other, own_sample, split)
+    samples = [own_sample, *earlier_samples.values()]
 
-    seeds: list[int] = []
-    differences: list[float] = []
-    strata: list[int] = []  # the index of each seed's study
-    for study_index, sample in enumerate(samples):
-        seeds += sample.seeds
-        differences += (sample.arm_S - sample.other_S).tolist()
-        strata += [study_index] * len(sample.seeds)
-    arm_tuning_sum = math.fsum(len(sample.seeds) * sample.arm_tuning for sample in samples)
-    other_tuning_sum = math.fsum(len(sample.seeds) * sample.other_tuning for sample in samples)
-    difference = inference.paired_test(
-        differences,
-        margin,
-        evaluation=_evaluation_error(samples),
-        tuning=(arm_tuning_sum / len(seeds), other_tuning_sum / len(seeds)),
-        strata=strata,
-    )
-
-    difference_by_seed = dict(sorted(zip(seeds, differences, strict=True)))
     validation_S = np.concatenate([sample.validation_S for sample in samples])
     num_documents = None
     if own_sample.documents_by_trial:
+        # All trials have the same documents.
         num_documents = len(own_sample.documents_by_trial[0].names)
     return Comparison(
         split,
-        difference_by_seed,
-        difference,
+        differences=_difference_by_seed(samples),
+        difference=_difference(samples, margin),
         validation=float(np.mean(validation_S)),
         correlation=_correlation(samples),
         num_documents=num_documents,
-        pooled=num_pooled,
+        pooled={study: len(sample.seeds) for study, sample in earlier_samples.items()},
     )
 
 
@@ -122,10 +100,13 @@ class _Sample:
         """Returns whether the sample has seeds and was evaluated on the same documents as `own`."""
         if not self.seeds:
             return False
-        if not self.documents_by_trial or not own.documents_by_trial:
-            # Samples can be pooled if both lack losses by document, but not if only one does.
-            return not self.documents_by_trial and not own.documents_by_trial
-        return self.documents_by_trial[0].has_targets_of(own.documents_by_trial[0])
+        has_documents = bool(self.documents_by_trial)
+        own_has_documents = bool(own.documents_by_trial)
+        if has_documents and own_has_documents:
+            # All trials of a sample have the same documents.
+            return self.documents_by_trial[0].has_targets_of(own.documents_by_trial[0])
+        # If losses by document are missing, they have to be missing in both.
+        return has_documents == own_has_documents
 
 
 def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
@@ -133,7 +114,8 @@ def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
     arm_trials = arm.by_seed
     other_trials = other.by_seed
     seeds = [seed for seed in arm_trials if seed in other_trials]
-    trials = [arm_trials[seed] for seed in seeds] + [other_trials[seed] for seed in seeds]
+    trials = [arm_trials[seed] for seed in seeds]
+    trials += [other_trials[seed] for seed in seeds]
     validation_S = _losses(arm, VALIDATION, seeds) - _losses(other, VALIDATION, seeds)
     return _Sample(
         seeds,
@@ -146,6 +128,53 @@ def _sample(arm: TrainedArm, other: TrainedArm, split: str) -> _Sample:
     )
 
 
+def _earlier_samples(
+    arm: TrainedArm, other: TrainedArm, own_sample: _Sample, split: str
+) -> dict[str, _Sample]:
+    """Returns the losses of two arms in earlier studies that can be pooled, by study name."""
+    samples = {}
+    for study_name, (earlier_arm, earlier_other) in _earlier_pairs(arm, other).items():
+        sample = _sample(earlier_arm, earlier_other, split)
+        if sample.can_be_pooled_with(own_sample):
+            samples[study_name] = sample
+    return samples
+
+
+def _difference_by_seed(samples: Sequence[_Sample]) -> dict[int, float]:
+    """Returns the difference between two arms at each seed of all studies, seeds ascending."""
+    seeds_and_differences: list[tuple[int, float]] = []
+    for sample in samples:
+        differences = (sample.arm_S - sample.other_S).tolist()
+        seeds_and_differences += zip(sample.seeds, differences, strict=True)
+    return dict(sorted(seeds_and_differences))
+
+
+def _difference(samples: Sequence[_Sample], margin: float) -> inference.Difference:
+    """Tests the mean difference between two arms, over the seeds of all studies.
+
+    Args:
+        samples: The losses of the arms, one sample for each study.
+        margin: The largest difference that counts as none, nats/token.
+    """
+    differences: list[float] = []
+    strata: list[int] = []  # the index of each seed's study
+    for study_index, sample in enumerate(samples):
+        differences += (sample.arm_S - sample.other_S).tolist()
+        strata += [study_index] * len(sample.seeds)
+
+    # Each study's tuning bound counts once for each of its seeds.
+    num_seeds = len(differences)
+    arm_tuning_sum = math.fsum(len(sample.seeds) * sample.arm_tuning for sample in samples)
+    other_tuning_sum = math.fsum(len(sample.seeds) * sample.other_tuning for sample in samples)
+    return inference.paired_test(
+        differences,
+        margin,
+        evaluation=_evaluation_error(samples),
+        tuning=(arm_tuning_sum / num_seeds, other_tuning_sum / num_seeds),
+        strata=strata,
+    )
+
+
 def _losses(arm: TrainedArm, split: str, seeds: Sequence[int]) -> np.ndarray:
     """Returns the losses of an arm on a split at S seeds, nats/token."""
     loss_by_seed = arm.losses(split)
@@ -153,7 +182,7 @@ def _losses(arm: TrainedArm, split: str, seeds: Sequence[int]) -> np.ndarray:
 
 
 def _documents_by_trial(trials: Sequence[Trial], split: str) -> list[Documents]:
-    """Returns the losses by document of each trial; [] if no standard error follows from them.
+    """Returns the losses by document of each trial on a split; [] if they allow no standard error.
 
     A standard error needs at least two documents, and the same targets in every trial.
     """
@@ -168,12 +197,14 @@ def _documents_by_trial(trials: Sequence[Trial], split: str) -> list[Documents]:
     first = documents_by_trial[0]
     have_same_targets = all(documents.has_targets_of(first) for documents in documents_by_trial)
     has_several_documents = len(first.names) > 1
-    return documents_by_trial if have_same_targets and has_several_documents else []
+    if not have_same_targets or not has_several_documents:
+        return []
+    return documents_by_trial
 
 
 def _tuning_error(arm: TrainedArm) -> float:
     """Returns a bound on the loss that better settings could save, nats/token."""
-    # A sweep without a bound counts as 0.
+    # `at_worst` bounds what a better value of one setting could save. None counts as 0.
     return math.fsum(sweep.at_worst or 0.0 for sweep in arm.sweeps.values())
 
 
@@ -185,15 +216,15 @@ def _evaluation_error(samples: Sequence[_Sample]) -> tuple[float, float] | None:
     first_sample = samples[0]
     if not first_sample.documents_by_trial:
         return None
-    differences = []  # one array of shape SC for each study
+    differences_by_study = []  # arrays of shape SC: S seeds, C documents
     for sample in samples:
-        nats_XC = np.array([documents.nats_C for documents in sample.documents_by_trial])
-        # X = 2 S: the trials of the first arm, then the trials of the second arm.
+        # The S trials of the first arm come before the S trials of the second arm.
+        nats_by_trial = [documents.nats_C for documents in sample.documents_by_trial]
         num_seeds = len(sample.seeds)
-        arm_nats_SC = nats_XC[:num_seeds]
-        other_nats_SC = nats_XC[num_seeds:]
-        differences.append(arm_nats_SC - other_nats_SC)
-    differences_SC = np.concatenate(differences)
+        arm_nats_SC = np.array(nats_by_trial[:num_seeds])
+        other_nats_SC = np.array(nats_by_trial[num_seeds:])
+        differences_by_study.append(arm_nats_SC - other_nats_SC)
+    differences_SC = np.concatenate(differences_by_study)
     tokens_C = first_sample.documents_by_trial[0].tokens_C
     return inference.evaluation_error(differences_SC, tokens_C)
 
@@ -206,7 +237,8 @@ def _correlation(samples: Sequence[_Sample]) -> float | None:
     """
     arm_S = np.concatenate([sample.arm_S - sample.arm_S.mean() for sample in samples])
     other_S = np.concatenate([sample.other_S - sample.other_S.mean() for sample in samples])
-    has_spread = np.ptp(arm_S) != 0 and np.ptp(other_S) != 0
-    if len(arm_S) < inference.MIN_PAIRS or not has_spread:
+    has_few_seeds = len(arm_S) < inference.MIN_PAIRS
+    has_equal_losses = np.ptp(arm_S) == 0 or np.ptp(other_S) == 0
+    if has_few_seeds or has_equal_losses:
         return None
     return statistics.correlation(arm_S.tolist(), other_S.tolist())

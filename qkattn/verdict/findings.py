@@ -58,16 +58,20 @@ class Findings:
     def has_part_intervals(self) -> bool:
         """Whether any part of any arm's difference has an interval."""
         for arm in self.arms:
-            for part_name in PARTS:
+            for part_name in PARTS:  # such as 'same_shape'
                 comparison = getattr(arm.parts, part_name)
-                if comparison is not None and comparison.difference.low is not None:
+                if comparison is None:
+                    continue
+                has_interval = comparison.difference.low is not None
+                if has_interval:
                     return True
         return False
 
     @property
     def has_parts(self) -> bool:
         """Whether any part of any arm's difference is known."""
-        return any(arm.parts != Decomposition() for arm in self.arms)
+        no_parts = Decomposition()
+        return any(arm.parts != no_parts for arm in self.arms)
 
     @property
     def split(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from qkattn.stats import decision, inference
 from qkattn.stats.decision import ABOVE_ZERO, BELOW_ZERO, DECIDED, Decision, Judgement
+from qkattn.stats.inference import Difference
 from qkattn.study.arm_key import ArmKey, Expected, parse_expected
 from qkattn.study.family import Family, expected_arms, is_compared, primary_arms
 from qkattn.verdict.codes import Comparison, Reason, ReasonCode, Remark, Verdict
@@ -41,7 +42,8 @@ class PositiveControl:
         """Whether the arm has the expected verdict; None if it has no verdict."""
         if self.verdict.decision is Decision.NO_VERDICT:
             return None
-        return self.verdict.decision in _CONFIRMING[self.expected.decision]
+        confirming_decisions = _CONFIRMING[self.expected.decision]
+        return self.verdict.decision in confirming_decisions
 
 
 def family_size(study: TrainedStudy) -> int:
@@ -50,8 +52,9 @@ def family_size(study: TrainedStudy) -> int:
     Each primary arm of the study, and of the studies that it repeats, is one comparison. An arm
     that several studies share counts once.
     """
-    # `question_of` gives an arm the same key in all studies.
-    compared_arms = {study.question_of(key) for key in primary_arms(study.arms, study.baseline)}
+    own_keys = primary_arms(study.arms, study.baseline)
+    # `question_of` gives an arm the same key in all studies; `family` has such keys.
+    compared_arms = {study.question_of(key) for key in own_keys}
     for earlier_study in study.earlier:
         compared_arms |= earlier_study.family
     # The ledger remembers the largest size ever declared, even if arms are removed later.
@@ -73,12 +76,12 @@ def primary_verdicts(
         The verdicts by arm key.
     """
     cases: list[Case] = []
-    keys: list[ArmKey] = []
     for arm, baseline in with_baselines(arms):
-        if is_compared(arm.key, study.baseline):
+        is_primary = is_compared(arm.key, study.baseline)  # neither a baseline nor a control
+        if is_primary:
             cases.append((arm, baseline))
-            keys.append(arm.key)
     verdicts = judge(study, cases, blocks, family_size(study))
+    keys = [arm.key for arm, _ in cases]
     return dict(zip(keys, verdicts, strict=True))
 
 
@@ -96,11 +99,12 @@ def positive_controls(
         arms: All arms of the study.
         blocks: The remarks that withhold every verdict.
     """
-    # Collect the declared positive controls that have results.
-    num_declared = 0
     case_by_key: dict[ArmKey, Case] = {}
     for arm, baseline in with_baselines(arms):
         case_by_key[arm.key] = (arm, baseline)
+
+    # Collect the declared positive controls that have results.
+    num_declared = 0
     expectations: list[Expected] = []
     cases: list[Case] = []
     for text in study.expected:
@@ -111,18 +115,25 @@ def positive_controls(
                 expectations.append(expected)
                 cases.append(case_by_key[key])
 
-    # Count the positive controls that only earlier studies declare.
-    declared_earlier: set[str] = set()
-    for earlier in study.earlier:
-        declared_earlier.update(earlier.expected)
-    only_earlier = declared_earlier.difference(study.expected)
-    num_only_earlier = len(only_earlier) * len(study.sizes) * len(study.corpora)
-
-    verdicts = judge(study, cases, blocks, num_comparisons=num_declared + num_only_earlier)
+    num_comparisons = num_declared + _num_controls_only_earlier(study)
+    verdicts = judge(study, cases, blocks, num_comparisons)
     controls = []
     for expected, (arm, _), verdict in zip(expectations, cases, verdicts, strict=True):
         controls.append(PositiveControl(expected, arm, verdict))
     return tuple(controls)
+
+
+def _num_controls_only_earlier(study: TrainedStudy) -> int:
+    """Counts the positive controls that earlier studies declare, but this study does not.
+
+    Earlier studies are those that this study repeats.
+    """
+    declared_earlier: set[str] = set()  # such as 'qk/vo?num_heads=1 is worse'
+    for earlier in study.earlier:
+        declared_earlier.update(earlier.expected)
+    only_earlier = declared_earlier.difference(study.expected)
+    # Each of them is one comparison at each size on each corpus.
+    return len(only_earlier) * len(study.sizes) * len(study.corpora)
 
 
 def verdict_on_pair(
@@ -174,12 +185,13 @@ def judge(
         if baseline is None or reasons:
             reasons_untested[index] = reasons
             continue
-        comparison = compare(arm, baseline, study.margin)
+        comparison = compare(arm, baseline, study.margin)  # None if they share no seed
         comparisons[index] = comparison
         family.add(
             index,
             comparison.difference if comparison else None,
             diverged=num_diverged(arm, baseline),
+            # How many studies, with this one, have made the comparison.
             look=study.look(arm.key, baseline.key),
         )
 
@@ -208,10 +220,11 @@ def _verdict(
         judgement: What the tests decide on the arm.
         comparison: The arm's difference from its baseline; None if they share no seed.
     """
-    arm_diverged, baseline_diverged = family.diverged[index]
     final_decision = judgement.decision
+    arm_diverged, baseline_diverged = family.diverged[index]  # numbers of diverged trials
     reasons = list(_test_reasons(comparison, judgement, arm_diverged, baseline_diverged))
-    if comparison and comparison.num_documents is None:
+    lacks_documents = comparison is not None and comparison.num_documents is None
+    if lacks_documents:
         final_decision = Decision.NO_VERDICT
         reasons = [Reason(ReasonCode.NO_DOCUMENTS)]
     elif comparison and not _splits_agree(comparison, judgement.decision):
@@ -249,11 +262,10 @@ def _why_untested(
     elif baseline.blocks:
         data = {'baseline': baseline.variant, 'remarks': baseline.blocks}
         reasons.append(Reason(ReasonCode.BASELINE_BLOCKED, data))
-    if reasons:
+    if baseline is None or reasons:
         return tuple(reasons)
 
     # Results of some seeds may still be missing.
-    assert baseline is not None
     if not _has_every_seed(study, arm) or not _has_every_seed(study, baseline):
         return (Reason(ReasonCode.NO_VERDICT_TRIALS),)
     return ()
@@ -261,8 +273,9 @@ def _why_untested(
 
 def _has_every_seed(study: TrainedStudy, arm: TrainedArm) -> bool:
     """Returns whether an arm has results of all verdict seeds. Divergence counts as a result."""
-    seeds = {trial.seed for trial in arm.verdict_trials}
-    return seeds.issuperset(study.verdict_seeds(arm.key))
+    seeds_with_results = {trial.seed for trial in arm.verdict_trials}
+    declared_seeds = study.verdict_seeds(arm.key)
+    return seeds_with_results.issuperset(declared_seeds)
 
 
 def _splits_agree(comparison: Comparison, decision_on_test: Decision) -> bool:
@@ -292,23 +305,46 @@ def _test_reasons(
         arm_diverged: The number of diverged trials of the arm.
         baseline_diverged: The number of diverged trials of the baseline.
     """
-    data: dict[str, Any]
     if arm_diverged or baseline_diverged:
         data = {'arm': arm_diverged, 'baseline': baseline_diverged}
         yield Reason(ReasonCode.DIVERGED, data)
 
     difference = comparison.difference if comparison else None
-    p = judgement.p_holm
-    if difference is None or p is None:
-        num_pairs = difference.n if difference else 0
+    is_tested = judgement.p_holm is not None
+    if difference is None or not is_tested:
+        num_pairs = difference.n if difference else 0  # pairs of trials with the same seed
         yield Reason(ReasonCode.FEW_PAIRS, {'n': num_pairs, 'needed': inference.MIN_PAIRS})
         return
 
-    side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
+    yield from _decision_reasons(difference, judgement)
+    typical = difference.typical  # the difference without outlying seeds; None if there are none
+    if typical:
+        yield Reason(
+            ReasonCode.SEEDS_APART,
+            {
+                'apart': difference.n - typical.n,
+                'n': difference.n,
+                'mean': difference.mean,
+                'typical': typical.mean,
+                'p': typical.p,
+            },
+        )
+
+
+def _decision_reasons(difference: Difference, judgement: Judgement) -> Iterator[Reason]:
+    """Yields which tests lead to the decision on an arm, with their p values.
+
+    Args:
+        difference: The arm's difference from its baseline.
+        judgement: The decision of the tests, with p values.
+    """
+    data: dict[str, Any]
+    p = judgement.p_holm  # tests for any difference
+    p_margin = judgement.p_margin_holm  # tests for a difference of more than the margin
+    p_equivalence = judgement.p_equivalence_holm  # tests for a difference of less than the margin
     margin = difference.margin
-    p_margin = judgement.p_margin_holm
-    p_equivalence = judgement.p_equivalence_holm
-    is_different = p <= decision.ALPHA
+    side = Decision.BETTER if difference.mean < 0 else Decision.WORSE
+    is_different = p is not None and p <= decision.ALPHA
     if judgement.decision is Decision.EQUIVALENT:
         yield Reason(ReasonCode.EQUIVALENT, {'p': p_equivalence})
         if is_different:
@@ -326,14 +362,3 @@ def _test_reasons(
     else:
         data = {'p': p, 'p_equivalence': p_equivalence, 'detectable': judgement.detectable}
         yield Reason(ReasonCode.NOT_SHOWN, data)
-
-    typical = difference.typical  # the difference without outlying seeds; None if there are none
-    if typical:
-        data = {
-            'apart': difference.n - typical.n,
-            'n': difference.n,
-            'mean': difference.mean,
-            'typical': typical.mean,
-            'p': typical.p,
-        }
-        yield Reason(ReasonCode.SEEDS_APART, data)
