@@ -71,7 +71,7 @@ def check(study: TrainedStudy, arms: Sequence[TrainedArm]) -> tuple[Remark, ...]
 
 
 def _about_every_arm(remark: Remark) -> Remark:
-    """Returns the same remark, about every arm."""
+    """Returns the same remark, but about every arm in place of one arm."""
     return dataclasses.replace(remark, arm=None, every_arm=True)
 
 
@@ -86,11 +86,8 @@ def _merged(remarks: Sequence[Remark], num_arms: int) -> list[Remark]:
                 arms_with_remark.add(other.arm)
 
         is_about_arm = remark.arm is not None
-        all_arms_have_remark = len(arms_with_remark) == num_arms
-        if is_about_arm and num_arms > 1 and all_arms_have_remark:
-            merged_remark = general_remark
-        else:
-            merged_remark = remark
+        all_arms_have_remark = num_arms > 1 and len(arms_with_remark) == num_arms
+        merged_remark = general_remark if is_about_arm and all_arms_have_remark else remark
         if merged_remark not in merged:
             merged.append(merged_remark)
     return merged
@@ -109,9 +106,9 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
     if len(learning_rates) < 2:
         yield _blocking_remark(RemarkCode.LEARNING_RATE_NOT_TUNED, learning_rates=learning_rates)
 
-    # Trials may have other seeds than the study declares.
     seeds_in_screening = set(study.tuning.seeds)
     seeds_in_verdict = set(study.seeds)
+    # Trials may have other seeds than the study declares.
     for trial in study.trials:
         if trial.run.stage == SCREENING:
             seeds_in_screening.add(trial.seed)
@@ -124,7 +121,8 @@ def _tuning(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
 
 def _declaration(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]:
     """Requires that study.json and the results of runs still have the hashes in the ledger."""
-    if study.ledger.declaration != study.declaration:
+    hash_of_study_json = study.declaration
+    if study.ledger.declaration != hash_of_study_json:
         yield _blocking_remark(RemarkCode.OTHER_DECLARATION)
 
     arm_of_run = {run.name: run.key for run in study.runs}
@@ -142,7 +140,7 @@ def _annealing(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
     )
     if optimizer.anneals:
         return
-    # Schedules without decay ignore final_fraction.
+    # The learning rate ends at final_fraction of its peak, except in schedules without decay.
     final_fraction = optimizer.final_fraction if optimizer.decays else None
     yield _blocking_remark(
         RemarkCode.NOT_ANNEALED,
@@ -211,7 +209,7 @@ def _seeds(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
 
     # Several screening runs of the arm have the same seeds.
     seeds_in_screening = list(dict.fromkeys(seeds_in_screening))
-    allowed_in_screening = screening_seeds(study.tuning)
+    allowed_in_screening = screening_seeds(study.tuning)  # the declared seeds come first
     num_expected = max(len(seeds_in_screening), len(study.tuning.seeds))
     expected_in_screening = allowed_in_screening[:num_expected]
     if seeds_in_screening and sorted(seeds_in_screening) != sorted(expected_in_screening):
@@ -254,7 +252,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         return
 
     tuning = arm.tuning
-    knob_to_screen = tuning.knob  # None once all knobs are screened
+    knob_to_screen = tuning.knob  # None if all knobs are screened
     if knob_to_screen is not None:
         yield _blocking_remark(
             RemarkCode.SCREENING_INCOMPLETE, knob=knob_to_screen, values=tuning.values
@@ -262,7 +260,7 @@ def _settings(study: TrainedStudy, arm: TrainedArm) -> Iterator[Remark]:
         return
 
     for index, knob in enumerate(KNOBS):
-        expected = tuning.settings[index]
+        expected = tuning.settings[index]  # settings are in the order of KNOBS
         verdict_values = [trial.settings[index] for trial in arm.verdict_trials]
         distinct_values = dict.fromkeys(verdict_values)
         for actual in distinct_values:
@@ -367,7 +365,7 @@ def _arms_below_yardstick(study: TrainedStudy, arms: Sequence[TrainedArm]) -> It
     """Reports arms that do not beat their baseline's yardstick, without withholding verdicts."""
     if study.yardsticks is None:
         return
-    # Codes that do not withhold verdicts.
+    # In place of each code of a baseline, the code of an arm, which withholds no verdict.
     code_of_arm = {
         RemarkCode.BELOW_YARDSTICK: RemarkCode.ARM_BELOW_YARDSTICK,
         RemarkCode.LOW_BLEU: RemarkCode.ARM_LOW_BLEU,
@@ -385,6 +383,7 @@ def _baselines_trained(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Itera
     if not study.tuned:
         return
     lacks_yardsticks = study.yardsticks is None  # yardsticks.json is missing
+    # `chosen` are the trials that enter the verdict; there are none if all diverged.
     has_finished_baseline = any(arm.is_baseline and arm.chosen for arm in arms)
     if lacks_yardsticks and has_finished_baseline:
         yield _blocking_remark(RemarkCode.NO_YARDSTICK)
@@ -407,10 +406,10 @@ def _spread(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remark]
             sd_by_arm[arm.key] = arm.loss.sd
 
     for sd_by_arm in sds_by_baseline.values():
+        if len(sd_by_arm) < 2:
+            continue
         for key, sd in sd_by_arm.items():
             other_sds = [other_sd for other_key, other_sd in sd_by_arm.items() if other_key != key]
-            if not other_sds:
-                continue
             usual_sd = statistics.median(other_sds)
             if sd > MAX_SPREAD * usual_sd:
                 yield _blocking_remark(
@@ -425,10 +424,11 @@ def _differences(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Re
     for arm, baseline in with_baselines(arms_with_verdict_trials):
         if baseline is None or baseline is arm:
             continue
+        # Values by name, such as {'train.num_steps': 4000, ...}.
         arm_values = _values_to_share(arm, varied_settings)
         baseline_values = _values_to_share(baseline, varied_settings)
-        names = dict.fromkeys([*baseline_values, *arm_values])
-        for name in names:
+        distinct_names = dict.fromkeys([*baseline_values, *arm_values])
+        for name in distinct_names:
             arm_value = str(arm_values.get(name, 'absent'))
             baseline_value = str(baseline_values.get(name, 'absent'))
             if arm_value != baseline_value:
@@ -489,8 +489,9 @@ def _software(study: TrainedStudy, arms: Sequence[TrainedArm]) -> Iterator[Remar
     with a reason. Code without a commit and other differences, such as versions, are only
     mentioned.
     """
+    # For example, {'git.commit': {'3f2a': [key], '9c41': [other_key]}, ...}.
     arms_by_value_of_field = _arms_by_provenance(arms)
-    accepted_reasons = study.ledger.accepted  # by COMMITS or UNCOMMITTED
+    accepted_reasons = study.ledger.accepted  # such as {'commits': 'only docs differ'}
     for field, arms_by_value in arms_by_value_of_field.items():
         is_code = field == 'git.commit' or field.startswith('imported.')
         is_version_or_device = field in _SOFTWARE or field.startswith('versions.')
