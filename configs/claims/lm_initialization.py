@@ -7,7 +7,7 @@ dropped matrix leaves a circuit with one random factor, whose best scale may be 
     python -m experiments.ablate --config=configs/claims/lm_initialization.py:cpu \\
         --workdir=runs/lm_initialization
 
-Expected result: the differences of lm_dropped, or smaller ones. Not trained.
+Expected result: the differences of lm_dropped, or smaller ones. Unfinished (docs/claims.md).
 """
 
 import dataclasses
