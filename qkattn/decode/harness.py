@@ -252,11 +252,11 @@ class TextModel:
         The default is half the context, but at most DEFAULT_NUM_TOKENS. Raises ConfigError if the
         options ask for sampling, or for more tokens than the context.
         """
-        temperature = options.get('temperature', 0)
+        temperature = options.get('temperature')  # None if absent, or null in the task's file
         samples = options.get('do_sample')
         if samples is None:
-            samples = temperature > 0
-        is_greedy_anyway = 'temperature' in options and temperature == 0
+            samples = temperature is not None and temperature > 0
+        is_greedy_anyway = temperature == 0
         if samples and not is_greedy_anyway:
             raise ConfigError(
                 f'the task samples (generation_kwargs: {dict(options)}); only greedy decoding is '

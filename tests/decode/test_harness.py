@@ -337,7 +337,12 @@ def test_a_word_that_a_tokenizer_file_lacks_is_refused(decoder):
 
 @pytest.mark.parametrize(
     'options',
-    [{}, {'do_sample': False, 'temperature': 0.7}, {'do_sample': True, 'temperature': 0.0}],
+    [
+        {},
+        {'temperature': None},
+        {'do_sample': False, 'temperature': 0.7},
+        {'do_sample': True, 'temperature': 0.0},
+    ],
     ids=str,
 )
 def test_a_greedy_task_generates_half_the_context_by_default(text_model, options):

@@ -375,7 +375,13 @@ def one_matrix_per_head() -> Iterator[Row]:
     In GPT-2, each entry of c_attn belongs to exactly one head. The attention layer of flax.nnx
     computes the same as separate heads with the columns of its matrices.
     """
-    # GPT-2: load c_attn with the entries 0, 1, 2, ..., and collect the entries of all heads.
+    yield _entries_of_gpt2()
+    yield _heads_of_flax()
+
+
+def _entries_of_gpt2() -> Row:
+    """Counts the entries of GPT-2's c_attn, [W_Q W_K W_V], that are not in exactly one head."""
+    # Load c_attn with the entries 0, 1, 2, ..., so that each entry says where it comes from.
     numbers = np.arange(3 * D * D, dtype=np.float32)
     tensors = gpt2() | {C_ATTN: numbers.reshape(D, -1)}
     _, params = published.load_gpt2(tensors, num_heads=N)
@@ -384,12 +390,14 @@ def one_matrix_per_head() -> Iterator[Row]:
     entries = np.concatenate([np.ravel(w) for w in projections])
     num_unequal = int((np.sort(entries) != numbers).sum())
     quantity = 'entries of c_attn that are not in exactly one head, GPT-2'
-    yield exact_row(quantity, num_unequal, expected=0, **ADAM_CONTEXT)
+    return exact_row(quantity, num_unequal, expected=0, **ADAM_CONTEXT)
 
-    # flax.nnx: copy its matrices, in float64, into N separate heads.
+
+def _heads_of_flax() -> Row:
+    """Compares the attention layer of flax.nnx with N separate heads that have its matrices."""
     flax = nnx.MultiHeadAttention(N, D, use_bias=False, decode=False, rngs=nnx.Rngs(0))
     projections_of_flax = (flax.query, flax.key, flax.value, flax.out)
-    square = {}
+    square = {}  # the matrices as D x D, in float64
     for name, projection in zip(MATRICES, projections_of_flax, strict=True):
         square[name] = np.asarray(projection.kernel[...], np.float64).reshape(D, D)
     flax = jax.tree.map(lambda leaf: leaf.astype(np.float64) if leaf.ndim > 1 else leaf, flax)
@@ -397,7 +405,7 @@ def one_matrix_per_head() -> Iterator[Row]:
     expected_BTD = output(with_matrices(random_layer(), square), x_BTD)
     actual_BTD = flax(x_BTD, mask=np.tri(T, dtype=bool))
     quantity = 'change of the output, heads of flax.nnx'
-    yield equality_row(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ADAM_CONTEXT)
+    return equality_row(quantity, actual_BTD, expected_BTD, tolerance=1e-6, **ADAM_CONTEXT)
 
 
 def steps_of_training() -> Iterator[Row]:
@@ -406,7 +414,7 @@ def steps_of_training() -> Iterator[Row]:
     Each is trained for three steps with the same random gradients. Adam updates every entry by
     itself, so the result is the same. Muon updates a matrix as a whole.
     """
-    # W_Q, and the gradients of three steps.
+    # The first D x D matrix is W_Q, the other three are the gradients of the steps.
     w_SDD = np.random.default_rng(1).normal(size=(4, D, D))
     w_SDH_by_head = np.split(w_SDD, N, axis=2)
     adam = optax.adam(0.1)
