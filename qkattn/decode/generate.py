@@ -104,7 +104,6 @@ def generate(
     is_valid_temperature = 0 <= temperature < math.inf
     require(is_valid_temperature, f'{temperature=} must be 0 (greedy) or above, and finite')
     require(not temperature or key is not None, f'key is required to sample at {temperature=}')
-    B = len(prompts_BT)
     if key is None:
         key = jax.random.key(0)  # unused in greedy decoding
 
@@ -117,6 +116,7 @@ def generate(
         return Choice(state=all_tokens_BT, tokens_M=tokens_B, rows_M=None)
 
     logits_BV, cache, step = _prefill_prompts(model, prompts_BT, num_tokens, vocab_size)
+    B = len(logits_BV)
     return decode(
         logits_BV,
         cache,

@@ -169,6 +169,7 @@ def test_wrong_options_of_search_are_refused(model, options, message):
 @pytest.mark.parametrize(
     ('prompts', 'message'),
     [
+        (PROMPTS[0, 0], r'prompts of shape \(\) must have two axes, rows and tokens'),
         (PROMPTS[0], r'prompts of shape \(4,\) must have two axes, rows and tokens'),
         (PROMPTS + 40, r'prompts_BT has ids from \d+ to \d+; they must be from 0 to 49, below'),
         (PROMPTS - 50, 'prompts_BT has ids from -'),
