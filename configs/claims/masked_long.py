@@ -10,30 +10,24 @@ Q = K at the same shape is the positive control, as in masked_lm. No other study
 Expected result: Q = K is worse; the others unknown. Not trained.
 """
 
-import dataclasses
-
-from experiments.claims.protocol import language_model, pick, protocol
+from experiments.claims.protocol import masked_language_model, pick, protocol
 from qkattn.config import Study
 
 
 def get_config(scale='cpu'):
     """Returns the study at the scale 'smoke', 'cpu' or 'gpu'."""
     tuned = scale != 'smoke'
-    base = language_model(
-        scale,
-        kind='encoder',
-        positions='rope',
-        learning_rates=(2e-3, 4e-3, 8e-3),
-        seeds=6,
-        first_seed=48,
-        evaluations=8,
-        times_as_long=4,
-    )
-    data = dataclasses.replace(base.data, mask_rate=0.3)
     return Study(
         name='masked_long',
         question='Which matrices does a masked language model need once it passes its yardstick?',
-        base=dataclasses.replace(base, data=data),
+        base=masked_language_model(
+            scale,
+            learning_rates=(2e-3, 4e-3, 8e-3),
+            seeds=6,
+            first_seed=48,
+            evaluations=8,
+            times_as_long=4,
+        ),
         variants=(
             'qk/vo',  # the baseline
             'shared_qk/vo',  # W_Q = W_K

@@ -45,7 +45,7 @@ def _base(scale):
     base = translator(scale, learning_rates=(1.5e-3, 3e-3, 6e-3), seeds=6, first_seed=48)
     if scale == 'smoke':
         return base
-    num_steps = pick(scale, smoke=20, cpu=1200, gpu=8000)
+    num_steps = 8000 if scale == 'gpu' else 1200
     model = dataclasses.replace(
         base.model,
         num_layers=4,

@@ -83,6 +83,21 @@ def language_model(
     )
 
 
+def masked_language_model(scale: str, **options: Any) -> config.Config:
+    """Returns the config of a masked language model.
+
+    Positions are rotary, as seeds with learned ones leave their plateaus at different times. A mask
+    rate of 0.3 has twice the predictions of 0.15 (in BERT-large 0.4 is better: Wettig et al. 2023,
+    arXiv 2202.08005).
+
+    Args:
+        scale: One of SCALES.
+        **options: Further arguments of `language_model`.
+    """
+    base = language_model(scale, kind='encoder', positions='rope', **options)
+    return dataclasses.replace(base, data=dataclasses.replace(base.data, mask_rate=0.3))
+
+
 def translator(
     scale: str,
     *,
